@@ -1,0 +1,169 @@
+"""Settings: one frozen object per room, read once, validated, never mutated.
+
+Order of precedence: flag > environment (``FOREBAY_*``) > file (``forebay.toml``) > default. Every flag is a key
+of the file and an environment variable under the same name; names are unique over all rooms.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from .contract import InvalidRequest
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(value: object) -> object:
+    """``"2GiB"``, ``"500MB"``, ``2147483648`` -> bytes (int); ``0.25`` or ``"25%"`` -> a fraction (float)."""
+    if isinstance(value, bool):
+        raise ValueError("a size, not a truth value")
+    if isinstance(value, (int, float)):
+        return value
+    text = str(value).strip().lower()
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
+        return float(match[1]) / 100
+    if re.fullmatch(r"0?\.\d+|0\.\d+|1\.0", text):
+        return float(text)
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text):
+        return int(float(match[1]) * _UNITS[match[2] or ""])
+    raise ValueError("expected bytes like 2GiB or a fraction like 0.25")
+
+
+Size = Annotated[int | float, BeforeValidator(parse_size), Field(gt=0)]
+
+
+class Room(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class EngineSettings(Room):
+    """The engine process: what is loaded and how much it may take."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights and KV cache; auto takes bfloat16 where the hardware computes in it."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
+    threads: int = Field(0, ge=0, le=1024, description="Compute threads of the engine; 0 takes every core.")
+    max_batch: int = Field(16, ge=1, le=4096, description="Sequences that run at once.")
+    token_budget: int = Field(512, ge=16, le=1 << 20, description="Tokens in one step, decodes and prefill together.")
+    kv_memory: Size = Field(0.25, description="KV cache: bytes (2GiB) or a fraction of the free memory (0.25).")
+    max_context: int = Field(0, ge=0, description="Prompt + answer, in tokens; 0 takes the model's own limit.")
+    start_timeout: float = Field(600.0, gt=0, description="Seconds for loading and warm-up.")
+    hang_timeout: float = Field(30.0, gt=0, description="Seconds without news before the engine is restarted.")
+
+
+class AdmissionSettings(Room):
+    """The queue in the front."""
+
+    max_queue: int = Field(0, ge=0, le=1_000_000, description="Requests that may wait; 0 takes 5 x max-batch.")
+    queue_timeout: float = Field(60.0, gt=0, description="Seconds a request may wait before it is refused.")
+
+
+class ServerSettings(Room):
+    """HTTP."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need --api-key.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    api_key: pydantic.SecretStr | None = Field(None, description="Key that clients must send as a bearer token.")
+    default_max_tokens: int = Field(512, ge=1, description="Answer length when the request does not say.")
+    stream_hold: float = Field(10.0, ge=0, description="Seconds a stream waits for its first token before the 200.")
+    keep_alive: float = Field(10.0, gt=0, description="Seconds of silence before a stream gets a comment frame.")
+    reader_timeout: float = Field(30.0, gt=0, description="Seconds a client may stop reading before it is cut.")
+    max_body: Size = Field(8 * 2**20, description="Largest request body, in bytes.")
+    max_messages: int = Field(2048, ge=1, description="Most messages in one request.")
+    drain_timeout: float = Field(25.0, ge=0, description="Seconds open requests get to finish at shutdown.")
+    log_format: Literal["text", "json"] = Field("text", description="Form of the log lines.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+
+
+class PathSettings(Room):
+    """Where files are."""
+
+    model: str = Field("smollm2-135m-instruct", description="Catalog name, .gguf file or Hugging Face directory.")
+    data_dir: Path = Field(
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay",
+        description="Models and, later, conversations.",
+    )
+
+
+class Settings(Room):
+    """All rooms together, as the command line sees them."""
+
+    paths: PathSettings = PathSettings()
+    engine: EngineSettings = EngineSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    server: ServerSettings = ServerSettings()
+
+    @property
+    def max_queue(self) -> int:
+        return self.admission.max_queue or 5 * self.engine.max_batch
+
+
+ROOMS: dict[str, type[Room]] = {
+    "paths": PathSettings,
+    "engine": EngineSettings,
+    "admission": AdmissionSettings,
+    "server": ServerSettings,
+}
+#: setting name -> room name
+NAMES: dict[str, str] = {name: room for room, cls in ROOMS.items() for name in cls.model_fields}
+
+
+class SettingsError(InvalidRequest):
+    """A setting is unknown or out of range; the message says which, from where, and what would be right."""
+
+
+def _known(name: str, origin: str) -> str:
+    key = name.replace("-", "_")
+    if key not in NAMES:
+        near = difflib.get_close_matches(key, NAMES, n=1)
+        hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
+        raise SettingsError(f"unknown setting {name!r} in {origin}{hint}", param=name)
+    return key
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """Merge all sources into one Settings. Raises SettingsError. A missing ``file`` is an error only if named;
+    without a name, ``forebay.toml`` in the current folder is read where it exists."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, tuple[Any, str]] = {}
+    if file is None and Path("forebay.toml").is_file():
+        file = Path("forebay.toml")
+    if file is not None:
+        try:
+            table = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SettingsError(f"cannot read {file}: {error}", param="config") from error
+        values.update({_known(key, str(file)): (value, str(file)) for key, value in table.items()})
+    for variable, value in environ.items():
+        if variable.startswith("FOREBAY_") and variable not in RESERVED:
+            values[_known(variable.removeprefix("FOREBAY_").lower(), "the environment")] = (value, variable)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            values[_known(key, "the command line")] = (value, "--" + key.replace("_", "-"))
+    rooms: dict[str, Room] = {}
+    for room, cls in ROOMS.items():
+        try:
+            rooms[room] = cls(**{k: v for k, (v, _) in values.items() if NAMES[k] == room})
+        except pydantic.ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            raise SettingsError(f"{values[name][1]}: {name}: {first['msg']}", param=name) from None
+    return Settings(**rooms)  # type: ignore[arg-type]
+
+
+#: Environment variables that are no settings: they choose a code path for tests and debugging.
+RESERVED = frozenset({"FOREBAY_CONFIG", "FOREBAY_KERNELS"})

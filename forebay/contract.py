@@ -1,0 +1,225 @@
+"""What crosses the walls between rooms. Standard library only, so every room may import it.
+
+The error tree (a foreign error is mapped to one of these at the border of its room, nowhere else)::
+
+    ForebayError                500  server_error
+    ├── InvalidRequest          400  invalid_request_error, names the field
+    │   └── ContextTooLong      400  code context_length_exceeded
+    ├── Unauthorized            401  authentication_error
+    ├── NotFound                404  not_found_error
+    ├── MethodNotAllowed        405  invalid_request_error
+    ├── BodyTooLarge            413  invalid_request_error
+    ├── Busy                    503  overloaded_error, has retry_after
+    │   ├── DeadlineExceeded    503  waited in the queue longer than allowed
+    │   └── EngineUnavailable   503  the engine is starting, restarting or gone
+    ├── EngineFailure           500  the engine failed this request while it ran
+    └── Unsupported             500  a model or setting is refused at start (never sent over HTTP)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, Self
+
+FinishReason = Literal["stop", "length"]
+
+
+class ForebayError(Exception):
+    """Base of all errors that a caller may see. ``param`` names the request field at fault."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(ForebayError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(ForebayError):
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(ForebayError):
+    status = 404
+    kind = "not_found_error"
+
+
+class MethodNotAllowed(ForebayError):
+    status = 405
+    kind = "invalid_request_error"
+
+
+class BodyTooLarge(ForebayError):
+    status = 413
+    kind = "invalid_request_error"
+    code = "body_too_large"
+
+
+class Busy(ForebayError):
+    """No room now; ``retry_after`` is in seconds."""
+
+    status = 503
+    kind = "overloaded_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(Busy):
+    code = "deadline_exceeded"
+
+
+class EngineUnavailable(Busy):
+    code = "engine_unavailable"
+
+
+class EngineFailure(ForebayError):
+    code = "engine_failure"
+
+
+class Unsupported(ForebayError):
+    code = "unsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message as plain text. ``role`` is one of system, user, assistant."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One validated chat request, still text.
+
+    ``max_tokens`` None means as many as the context allows. ``temperature`` 0 is greedy; ``top_k`` 0 and
+    ``top_p`` 1 are off. ``seed`` None: the backend draws one. ``salt`` separates prefix caches (one per tenant).
+    """
+
+    messages: tuple[Message, ...]
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request ready to run: ``n_tokens`` prompt tokens; ``key`` is SHA-256 over all that decides the answer.
+
+    ``order`` and ``resume`` belong to the backend; the server only hands them back.
+    """
+
+    n_tokens: int
+    key: bytes
+    order: object
+    resume: object | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request so far. ``cached_tokens`` of the prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one request: new text (may be empty), the tokens behind it, and on the last one why it ended.
+
+    ``started`` (seconds on time.monotonic()) is when its prefill began.
+    """
+
+    text: str
+    n_tokens: int
+    usage: Usage
+    started: float
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a backend says of itself now. Counters are cumulative over restarts; ``pages`` maps state -> count.
+
+    ``credits`` is how many more requests it can take at once (front + engine agree on it; may be negative).
+    ``heartbeat_age`` is seconds since the last news from the engine. ``step_tokens`` maps an upper bound
+    (tokens in a step) -> number of steps at or under it, cumulative, for the iteration histogram.
+    """
+
+    ready: bool
+    state: str
+    running: int = 0
+    waiting: int = 0
+    credits: int = 0
+    heartbeat_age: float = 0.0
+    restarts: int = 0
+    pages: Mapping[str, int] = field(default_factory=dict)
+    page_size: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_tokens: Mapping[int, int] = field(default_factory=dict)
+    step_tokens_sum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the server tells of the model it serves. ``max_context`` is prompt + answer, in tokens."""
+
+    id: str
+    created: int
+    max_context: int
+    vocab_size: int
+    summary: Mapping[str, str] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """What the server needs of an engine, local or upstream. Entered once for its whole life."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    async def prepare(self, request: ChatRequest, resume: object | None = None) -> Prepared:
+        """Template, tokenize, check against the limits. Raises InvalidRequest / ContextTooLong."""
+        ...
+
+    def open(
+        self, prepared: Prepared, *, deadline: float | None = None
+    ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
+        """Run it. Leaving the context for any reason is the cancel. ``deadline`` (time.monotonic() seconds):
+        a request whose prefill has not begun by then ends with DeadlineExceeded."""
+        ...
+
+    def load(self) -> Load: ...

@@ -18,7 +18,7 @@ The error tree (a foreign error is mapped to one of these at the border of its r
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
@@ -222,4 +222,10 @@ class Backend(Protocol):
         a request whose prefill has not begun by then ends with DeadlineExceeded."""
         ...
 
-    def load(self) -> Load: ...
+    def load(self) -> Load:
+        """What it says of itself now. Cheap: read on every admission."""
+        ...
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called in the event loop whenever load() may have changed."""
+        ...

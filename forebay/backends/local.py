@@ -1,0 +1,183 @@
+"""The Backend that runs our own engine: text room on one side, engine client on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+from ..catalog import ModelFiles, fingerprint, read_meta
+from ..config import Settings
+from ..contract import (
+    ChatRequest,
+    ContextTooLong,
+    DeadlineExceeded,
+    Delta,
+    EngineFailure,
+    EngineUnavailable,
+    ForebayError,
+    InvalidRequest,
+    Load,
+    ModelCard,
+    Prepared,
+    Usage,
+)
+from ..engine.client import EngineClient, Stream
+from ..engine.sequence import Emit, End, GenSpec
+from ..text.detokenize import Detokenizer
+from ..text.template import ChatTemplate
+from ..text.tokenizer import Tokenizer
+
+#: Text longer than this (characters) is tokenized in a thread: below it the hop costs more than the work.
+THREAD_FROM = 4096
+#: Characters per token that no tokenizer exceeds on real text: longer text is refused before it is tokenized.
+CHARS_PER_TOKEN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What Prepared carries: the order without its id, and the stop strings, which the engine never sees."""
+
+    spec: GenSpec
+    stop: tuple[str, ...]
+
+
+class LocalBackend:
+    def __init__(self, files: ModelFiles, settings: Settings) -> None:
+        self._files = files
+        self._client = EngineClient((files.id, files.kind, files.path), settings.engine)
+
+    async def __aenter__(self) -> Self:
+        await self._client.start()
+        try:
+            await asyncio.to_thread(self._load_text)
+        except BaseException:
+            await self._client.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._client.stop()
+
+    async def wait_ready(self) -> None:
+        """Until the engine is warm. Raises Unsupported or EngineFailure if it cannot start."""
+        await self._client.wait_ready()
+
+    def _load_text(self) -> None:
+        self._meta = read_meta(self._files)
+        self._tokenizer = Tokenizer.load(self._files, self._meta)
+        self._template = ChatTemplate.load(self._meta, self._tokenizer)
+        self._fingerprint = fingerprint(self._files)
+        self._created = int(time.time())
+
+    @property
+    def card(self) -> ModelCard:
+        hello = self._client.hello
+        return ModelCard(
+            id=self._files.id,
+            created=self._created,
+            max_context=hello.max_context if hello else self._meta.context_length,
+            vocab_size=self._meta.vocab_size,
+            summary=hello.summary if hello else {},
+        )
+
+    def load(self) -> Load:
+        return self._client.load()
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        self._client.watch(callback)
+
+    async def prepare(self, request: ChatRequest, resume: object | None = None) -> Prepared:
+        limit = self.card.max_context
+        size = sum(len(message.content) for message in request.messages)
+        if size > CHARS_PER_TOKEN * limit:
+            raise ContextTooLong(f"the messages have {size} characters; the context holds {limit} tokens", param="messages")
+        if size > THREAD_FROM:
+            ids = await asyncio.to_thread(self._template.encode, self._tokenizer, request.messages)
+        else:
+            ids = self._template.encode(self._tokenizer, request.messages)
+        room = limit - len(ids)
+        if room < 1:
+            raise ContextTooLong(
+                f"the messages are {len(ids)} tokens; the context holds {limit}, answer included", param="messages"
+            )
+        # A wish for more than fits is cut, as OpenAI and llama.cpp do: the answer ends with "length" there.
+        max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
+        if request.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens {request.min_tokens} is more than the {max_tokens} tokens there is room for",
+                param="min_tokens",
+            )
+        spec = GenSpec(
+            id=0,
+            ids=ids,
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=secrets.randbits(63) if request.seed is None else request.seed,
+            stop_ids=sorted({*request.stop_token_ids, *(() if request.ignore_eos else self._meta.eos_ids)}),
+            salt=request.salt,
+        )
+        key = hashlib.sha256(msgspec.msgpack.encode((self._fingerprint, spec, request.stop))).digest()
+        return Prepared(len(ids), key, _Order(spec, request.stop))
+
+    @asynccontextmanager
+    async def open(self, prepared: Prepared, *, deadline: float | None = None) -> AsyncIterator[AsyncIterator[Delta]]:
+        order = prepared.order
+        if not isinstance(order, _Order):
+            raise TypeError("not prepared by this backend")
+        stream = self._client.submit(lambda id: msgspec.structs.replace(order.spec, id=id, deadline=deadline))
+        deltas = _deltas(stream, Detokenizer(self._tokenizer, order.stop))
+        try:
+            yield deltas
+        finally:
+            self._client.release(stream)
+            await deltas.aclose()
+
+
+async def _deltas(stream: Stream, detokenizer: Detokenizer) -> AsyncGenerator[Delta]:
+    """Text as it comes, until the ending. What piled up while nobody read comes as one delta."""
+    n_prompt, n_done = len(stream.spec.ids), 0
+    while True:
+        emit = await stream.get()
+        # The token that ends the answer is counted but is no text.
+        speaking = emit.tokens[:-1] if emit.end is End.STOP else emit.tokens
+        text = ""
+        n_new = len(emit.tokens)
+        for i, token in enumerate(speaking):
+            text += detokenizer.push([token])
+            if detokenizer.stopped:
+                n_new = i + 1
+                break
+        n_done += n_new
+        usage = Usage(n_prompt, n_done, emit.cached)
+        if detokenizer.stopped:
+            yield Delta(text, n_new, usage, emit.started, "stop")
+            return
+        if emit.end is None:
+            yield Delta(text, n_new, usage, emit.started)
+            continue
+        if emit.end not in (End.STOP, End.LENGTH):
+            raise _error(emit, lost=stream.lost)
+        text += detokenizer.finish()
+        yield Delta(text, n_new, usage, emit.started, "stop" if emit.end is End.STOP else "length")
+        return
+
+
+def _error(emit: Emit, *, lost: bool) -> ForebayError:
+    if lost:
+        return EngineUnavailable(emit.detail, retry_after=2)
+    if emit.end is End.EXPIRED:
+        return DeadlineExceeded("the server is busy: the request waited longer than it may", retry_after=2)
+    if emit.end is End.REFUSED:
+        return InvalidRequest(emit.detail)
+    return EngineFailure(emit.detail or "the request was cancelled")

@@ -1,0 +1,125 @@
+"""Attention over pages with torch operators: gather the pages of a sequence, then scaled-dot-product attention.
+
+Decodes are gathered in groups of similar length and attend together, the query heads of one KV head standing as
+one query block. Chunks attend one sequence at a time. Gathering copies what it reads, so it costs about three times
+the memory traffic of a fused kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ..batch import Batch, Ints
+from ..kv.pages import PAGE_SIZE
+from .base import KVShape
+
+
+@dataclass(slots=True)
+class _Group:
+    """Decodes of similar length. ``rows`` [R] of the batch; ``span`` [2 * R * kv heads * pages]: which spans of 16
+    tokens to gather at layer 0; ``mask`` [R, 1, 1, tokens]: 0 or -inf; ``out``: the buffer they are gathered to."""
+
+    rows: torch.Tensor
+    span: torch.Tensor
+    mask: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows ``first`` to ``last`` of one sequence. ``mask`` [rows, length]; None: plain causal, nothing before it."""
+
+    first: int
+    last: int
+    length: int
+    span: torch.Tensor
+    mask: torch.Tensor | None
+    out: torch.Tensor
+
+
+class PagedAttention:
+    def __init__(self, pool: torch.Tensor, shape: KVShape) -> None:
+        self._shape = shape
+        self._device, self._dtype = pool.device, pool.dtype
+        self._tokens = pool.view(-1, shape.head_dim)
+        self._spans = pool.view(-1, PAGE_SIZE * shape.head_dim)
+        self._groups: list[_Group] = []
+        self._chunks: list[_Chunk] = []
+        self._buffer = torch.empty(0, dtype=pool.dtype, device=pool.device)
+
+    def begin(self, batch: Batch) -> None:
+        heads = self._shape.n_kv_heads
+        head = np.arange(2 * heads)
+        slot = (batch.page[:, None] * self._shape.n_layers * 2 * heads + head) * PAGE_SIZE + batch.offset[:, None]
+        self._slot = self._to(slot.ravel())
+        self._groups = [self._group(batch, rows) for rows in _similar(batch.kv_len[: batch.n_decodes])]
+        self._chunks = [self._chunk(batch, b) for b in range(batch.n_decodes, len(batch.kv_len))]
+        # One buffer serves all groups and chunks: they attend one after the other.
+        size = max((part.span.numel() for part in (*self._groups, *self._chunks)), default=0)
+        if self._buffer.numel() < size * PAGE_SIZE * self._shape.head_dim:
+            self._buffer = self._buffer.new_empty(size * PAGE_SIZE * self._shape.head_dim)
+        for part in (*self._groups, *self._chunks):
+            n = part.span.numel()
+            part.out = self._buffer[: n * PAGE_SIZE * self._shape.head_dim].view(n, -1)
+
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        heads, dim = self._shape.n_kv_heads, self._shape.head_dim
+        jump = layer * 2 * heads
+        self._tokens.index_copy_(0, self._slot + jump * PAGE_SIZE, kv.reshape(-1, dim))
+        out = torch.empty_like(q)
+        for group in self._groups:
+            n = len(group.rows)
+            torch.index_select(self._spans, 0, group.span + jump, out=group.out)
+            k, v = group.out.view(2, n, heads, -1, dim)
+            grouped = q[group.rows].view(n, heads, -1, dim)
+            attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
+            out[group.rows] = attended.reshape(n, -1, dim)
+        for chunk in self._chunks:
+            torch.index_select(self._spans, 0, chunk.span + jump, out=chunk.out)
+            k, v = chunk.out.view(2, 1, heads, -1, dim)[:, :, :, : chunk.length]
+            rows = q[chunk.first : chunk.last].transpose(0, 1)[None]
+            attended = F.scaled_dot_product_attention(
+                rows, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
+            )
+            out[chunk.first : chunk.last] = attended[0].transpose(0, 1)
+        return out.flatten(1)
+
+    def _group(self, batch: Batch, rows: Ints) -> _Group:
+        pages = -(-int(batch.kv_len[rows].max()) // PAGE_SIZE)
+        dead = np.arange(pages * PAGE_SIZE) >= batch.kv_len[rows][:, None]
+        mask = torch.zeros(dead.shape, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(self._to(dead), -torch.inf)
+        span = self._to(self._span(batch.tables[rows, :pages]))
+        return _Group(self._to(rows), span, mask[:, None, None], self._buffer)
+
+    def _chunk(self, batch: Batch, b: int) -> _Chunk:
+        first, last, length = int(batch.q_start[b]), int(batch.q_start[b + 1]), int(batch.kv_len[b])
+        span = self._to(self._span(batch.tables[b : b + 1, : -(-length // PAGE_SIZE)]))
+        mask = None
+        if last - first < length:
+            dead = np.arange(length) > batch.positions[first:last, None]
+            mask = torch.zeros(dead.shape, dtype=self._dtype, device=self._device)
+            mask.masked_fill_(self._to(dead), -torch.inf)
+        return _Chunk(first, last, length, span, mask, self._buffer)
+
+    def _span(self, tables: Ints) -> Ints:
+        """Pages [R, P] -> indices of 16-token spans at layer 0, ordered [K|V, R, kv head, P]."""
+        heads = self._shape.n_kv_heads
+        base = tables * self._shape.n_layers * 2 * heads
+        head = np.arange(2 * heads).reshape(2, 1, heads, 1)
+        return (base[None, :, None, :] + head).ravel()
+
+    def _to(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _similar(lengths: Ints) -> list[Ints]:
+    """Group indices so that padding to the longest of a group at most doubles the work: by powers of two."""
+    if not len(lengths):
+        return []
+    size = np.ceil(np.log2(np.maximum(lengths, PAGE_SIZE))).astype(np.int64)
+    return [np.flatnonzero(size == s) for s in np.unique(size)]

@@ -1,0 +1,100 @@
+"""Step -> flat arrays: what the runner needs, with no sequence left in it.
+
+Rows are tokens; all sequences of the step stand one after the other, decodes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .kv.pages import PAGE_SIZE
+from .scheduler import Step, Work
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Per sampling row (S of them): arrays [S], and the token ids that must not be drawn now."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: Ints
+    top_p: npt.NDArray[np.float32]
+    seed: list[int]
+    position: list[int]
+    banned: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step as arrays. N rows (tokens), B sequences, S rows that sample.
+
+    ``ids``, ``positions`` [N]; ``page``, ``offset`` [N]: where the row's K and V go. ``q_start`` [B+1]: first row of
+    each sequence; ``kv_len`` [B]: tokens that its last row attends to; ``tables`` [B, max pages]: page ids, padded
+    with 0. The first ``n_decodes`` sequences have one row each. ``sample_rows`` [S], and ``works`` [S]: the index
+    in the step of the work that each belongs to.
+    """
+
+    ids: Ints
+    positions: Ints
+    page: Ints
+    offset: Ints
+    q_start: Ints
+    kv_len: Ints
+    tables: Ints
+    n_decodes: int
+    sample_rows: Ints
+    works: list[int]
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, step: Step) -> Batch:
+        order = sorted(range(len(step.works)), key=lambda i: step.works[i].count > 1)
+        works = [step.works[i] for i in order]
+        counts = np.array([work.count for work in works], dtype=np.int64)
+        starts = np.array([work.start for work in works], dtype=np.int64)
+        q_start = np.concatenate([[0], np.cumsum(counts)])
+        tables = np.zeros((len(works), max(len(work.seq.table) for work in works)), dtype=np.int64)
+        for b, work in enumerate(works):
+            tables[b, : len(work.seq.table)] = work.seq.table
+        owner = np.repeat(np.arange(len(works)), counts)
+        positions = np.arange(q_start[-1]) - q_start[owner] + starts[owner]
+        ids = np.fromiter(_ids(works), dtype=np.int64, count=int(q_start[-1]))
+        sampling = [b for b, work in enumerate(works) if work.samples]
+        return cls(
+            ids=ids,
+            positions=positions,
+            page=tables[owner, positions // PAGE_SIZE],
+            offset=positions % PAGE_SIZE,
+            q_start=q_start,
+            kv_len=starts + counts,
+            tables=tables,
+            n_decodes=int((counts == 1).sum()),
+            sample_rows=q_start[1:][sampling] - 1,
+            works=[order[b] for b in sampling],
+            sampling=_sampling([works[b] for b in sampling]),
+        )
+
+
+def _ids(works: list[Work]) -> Iterator[int]:
+    for work in works:
+        yield from work.seq.ids[work.start : work.start + work.count]
+
+
+def _sampling(works: list[Work]) -> Sampling:
+    specs = [work.seq.spec for work in works]
+    return Sampling(
+        temperature=np.array([spec.temperature for spec in specs], dtype=np.float32),
+        top_k=np.array([spec.top_k for spec in specs], dtype=np.int64),
+        top_p=np.array([spec.top_p for spec in specs], dtype=np.float32),
+        seed=[spec.seed for spec in specs],
+        position=[len(work.seq.ids) for work in works],
+        banned=[
+            spec.stop_ids if work.seq.generated < spec.min_tokens else []
+            for spec, work in zip(specs, works, strict=True)
+        ],
+    )

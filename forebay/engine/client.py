@@ -1,0 +1,266 @@
+"""The front's end of the engine: starts the child process, speaks with it, watches it, starts it again.
+
+No torch here. One reader task turns frames into streams; whatever happens to the child, every open stream gets
+its ending (law 1).
+
+    stopped -> starting -> ready -> restarting -> ready ...        failed: it cannot start, no more tries
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config import EngineSettings
+from ..contract import EngineFailure, EngineUnavailable, Load, Unsupported
+from .sequence import Emit, End, GenSpec
+from .wire import Cancel, Failed, Frame, Hello, Stop, Submit, ToEngine, Unpacker, pack, to_front
+
+log = logging.getLogger(__name__)
+
+#: Orders that may be sent beyond the engine's free slots, so that it never waits for the front (design, section 1).
+LOOK_AHEAD = 2
+#: After so many starts in a row that came to nothing, give up.
+MAX_STARTS = 8
+#: Tokens per step are counted up to these bounds.
+STEP_BOUNDS = tuple(2**i for i in range(15))
+
+
+class Stream:
+    """News of one order. What is not read yet is merged, so it never grows beyond its answer."""
+
+    def __init__(self, spec: GenSpec) -> None:
+        self.spec = spec
+        self.ended = False
+        self.lost = False
+        self._tokens: list[int] = []
+        self._last: Emit | None = None
+        self._news = asyncio.Event()
+
+    def put(self, emit: Emit) -> None:
+        self._tokens += emit.tokens
+        self._last = emit
+        self.ended = emit.end is not None
+        self._news.set()
+
+    async def get(self) -> Emit:
+        """All that has come since the last call, as one; waits if nothing has."""
+        await self._news.wait()
+        self._news.clear()
+        last = self._last
+        if last is None:
+            raise RuntimeError("news without news")
+        tokens, self._tokens = self._tokens, []
+        return Emit(last.id, tokens, last.end, last.detail, last.cached, last.started)
+
+
+class EngineClient:
+    """``model`` is (id, kind, path) of the model's files."""
+
+    def __init__(self, model: tuple[str, str, Path], settings: EngineSettings) -> None:
+        self._model = model
+        self._settings = settings
+        self.state = "stopped"
+        self.hello: Hello | None = None
+        self.restarts = 0
+        self.pid: int | None = None
+        self._watchers: list[Callable[[], None]] = []
+        self._streams: dict[int, Stream] = {}
+        self._next_id = 0
+        self._sent = 0
+        self._frame: Frame | None = None
+        self._heard = 0.0
+        self._totals: Counter[str] = Counter()
+        self._step_tokens: Counter[int] = Counter()
+        self._writer: asyncio.StreamWriter | None = None
+        self._failure: Exception | None = None
+        self._settled = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin; the engine is usable when ``wait_ready`` returns."""
+        self.state = "starting"
+        self._task = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    async def wait_ready(self) -> None:
+        """Until the first start succeeded. Raises Unsupported or EngineFailure if it cannot."""
+        await self._settled.wait()
+        if self._failure:
+            raise self._failure
+
+    async def stop(self) -> None:
+        """End the child and everything that runs on it."""
+        self.state = "stopped"
+        if self._task:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._settled.set()
+        self._changed()
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        self._watchers.append(callback)
+
+    def submit(self, make: Callable[[int], GenSpec]) -> Stream:
+        """Send the order that ``make`` builds with its id. Raises EngineUnavailable while there is no engine."""
+        if self.state != "ready" or self._writer is None:
+            raise EngineUnavailable(f"the engine is {self.state}", retry_after=2)
+        self._next_id += 1
+        stream = self._streams[self._next_id] = Stream(make(self._next_id))
+        self._send(Submit(stream.spec))
+        self._sent += 1
+        return stream
+
+    def release(self, stream: Stream) -> None:
+        """The caller is done with it. If it has not ended, this is the cancel."""
+        self._streams.pop(stream.spec.id, None)
+        if not stream.ended and self.state == "ready":
+            self._send(Cancel(stream.spec.id))
+
+    def load(self) -> Load:
+        frame = self._frame
+        if frame is None:
+            return Load(ready=False, state=self.state, restarts=self.restarts, **self._cumulative(None))
+        in_transit = self._sent - frame.received
+        return Load(
+            ready=self.state == "ready",
+            state=self.state,
+            running=frame.running,
+            waiting=frame.waiting + in_transit,
+            credits=frame.credits + LOOK_AHEAD - in_transit if self.state == "ready" else 0,
+            heartbeat_age=time.monotonic() - self._heard,
+            restarts=self.restarts,
+            pages=frame.pages,
+            page_size=self.hello.page_size if self.hello else 0,
+            step_tokens={b: sum(n for k, n in self._step_tokens.items() if k <= b) for b in STEP_BOUNDS},
+            **self._cumulative(frame),
+        )
+
+    def _cumulative(self, frame: Frame | None) -> dict[str, int]:
+        """Counters that go on over restarts."""
+        names = ("prefix_queries", "prefix_hits", "preemptions", "steps")
+        now = {name: self._totals[name] + (getattr(frame, name) if frame else 0) for name in names}
+        return now | {"step_tokens_sum": self._totals["step_tokens_sum"]}
+
+    def _send(self, message: ToEngine) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(pack(message))
+
+    def _changed(self) -> None:
+        for callback in self._watchers:
+            callback()
+
+    # ---- the child's life
+
+    async def _supervise(self) -> None:
+        """Run the child again and again, with back-off, until stopped or beyond hope."""
+        fruitless = 0
+        while True:
+            reason = await self._run_once()
+            was_ready, self.hello = self.hello is not None, None
+            self._close_books(reason)
+            fruitless = 0 if was_ready else fruitless + 1
+            if self._failure or fruitless >= MAX_STARTS or not self._settled.is_set():
+                self._failure = self._failure or EngineFailure(f"the engine cannot start: {reason}")
+                self.state = "failed"
+                self._settled.set()
+                self._changed()
+                log.error("the engine failed: %s", reason)
+                return
+            self.state = "restarting"
+            self.restarts += 1
+            self._changed()
+            pause = min(30.0, 0.25 * 2**fruitless)
+            log.error("the engine is gone (%s); starting it again in %.2g s", reason, pause)
+            await asyncio.sleep(pause)
+
+    def _close_books(self, reason: str) -> None:
+        """Give every open stream its ending, and keep the counters."""
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.lost = True
+            stream.put(Emit(stream.spec.id, end=End.ERROR, detail=f"the engine is gone: {reason}"))
+        if frame := self._frame:
+            for name in ("prefix_queries", "prefix_hits", "preemptions", "steps"):
+                self._totals[name] += getattr(frame, name)
+        self._frame = None
+        self._sent = 0
+
+    async def _run_once(self) -> str:
+        """One child from start to end. Returns why it ended; kills it if this is cancelled."""
+        ours, theirs = socket.socketpair()
+        id, kind, path = self._model
+        order = {"id": id, "kind": kind, "path": str(path), "settings": self._settings.model_dump(mode="json")}
+        argv = [sys.executable, "-m", "forebay.engine.process", str(theirs.fileno()), json.dumps(order)]
+        try:
+            # Its own session: a signal to the server's group is the front's to handle, which then stops the child.
+            child = await asyncio.create_subprocess_exec(
+                *argv, pass_fds=[theirs.fileno()], start_new_session=True, stdin=asyncio.subprocess.DEVNULL
+            )
+        finally:
+            theirs.close()
+        self.pid = child.pid
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            return await self._read(reader)
+        finally:
+            if self.hello is not None and self.state == "stopped":
+                self._send(Stop())
+            self._writer.close()
+            self._writer = None
+            self.pid = None
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+
+    async def _read(self, reader: asyncio.StreamReader) -> str:
+        unpacker = Unpacker()
+        while True:
+            patience = self._settings.hang_timeout if self.hello else self._settings.start_timeout
+            try:
+                data = await asyncio.wait_for(reader.read(1 << 18), patience)
+            except TimeoutError:
+                return f"no news for {patience:.3g} s"
+            except OSError as error:
+                return f"the socket broke: {error}"
+            if not data:
+                return "its process ended"
+            self._heard = time.monotonic()
+            for body in unpacker.feed(data):
+                message = to_front(body)
+                match message:
+                    case Frame():
+                        self._take(message)
+                    case Hello():
+                        self._ready(message)
+                    case Failed(detail, unsupported):
+                        if unsupported:
+                            self._failure = Unsupported(detail)
+                        return detail
+            self._changed()
+
+    def _ready(self, hello: Hello) -> None:
+        if self.restarts:
+            log.warning("the engine is ready again (restart %d)", self.restarts)
+        self.hello = hello
+        self.state = "ready"
+        self._settled.set()
+
+    def _take(self, frame: Frame) -> None:
+        self._frame = frame
+        if frame.step_tokens:
+            self._totals["step_tokens_sum"] += frame.step_tokens
+            self._step_tokens[next((b for b in STEP_BOUNDS if frame.step_tokens <= b), STEP_BOUNDS[-1])] += 1
+        for emit in frame.emits:
+            if stream := self._streams.get(emit.id):
+                stream.put(emit)
+                if stream.ended:
+                    del self._streams[emit.id]

@@ -1,0 +1,125 @@
+"""The engine: inbox -> plan -> execute -> commit -> outbox. The only owner of engine state (law 2)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from .runner import Runner
+from .sample import FAILED
+from .scheduler import Scheduler, Step
+from .sequence import Emit, End, GenSpec
+from .wire import Frame
+
+log = logging.getLogger(__name__)
+
+#: So many steps in a row in which everything failed, and the engine is beyond repair.
+MAX_FAILED_STEPS = 3
+
+
+class EngineBroken(RuntimeError):
+    """Nothing can be computed any more; the process should be replaced."""
+
+
+class Engine:
+    """Drives in-process for the library, tests and benchmarks, and inside the child process for the server.
+
+    ``clock`` returns monotonic seconds. ``vocab_size`` is the width of the logits.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, vocab_size: int, clock: Callable[[], float]) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._received = 0
+        self._steps = 0
+        self._failed_steps = 0
+        self._news: list[Emit] = []
+
+    def submit(self, spec: GenSpec) -> None:
+        """Take an order. What cannot be served is refused in the news of the next step."""
+        self._received += 1
+        fault = self._fault(spec)
+        refusal = Emit(spec.id, end=End.REFUSED, detail=fault) if fault else self.scheduler.submit(spec)
+        if refusal:
+            self._news.append(refusal)
+
+    def cancel(self, id: int) -> None:
+        self.scheduler.cancel(id)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._news)
+
+    def step(self) -> Frame:
+        """Do one step if there is work. Raises EngineBroken if no step succeeds any more."""
+        step = self.scheduler.plan(self._clock())
+        emits = [*self._news, *step.ended]
+        self._news = []
+        if step.works:
+            tokens, failures = self._execute(step)
+            emits += self.scheduler.commit(step, tokens, failures)
+            self._steps += 1
+        return self.frame(emits, step.n_tokens)
+
+    def frame(self, emits: list[Emit], n_tokens: int = 0) -> Frame:
+        """News with the state after them; without news, the heartbeat."""
+        scheduler = self.scheduler
+        return Frame(
+            emits=emits,
+            received=self._received,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            credits=scheduler.credits(),
+            pages=scheduler.pages.counts(),
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+            steps=self._steps,
+            step_tokens=n_tokens,
+        )
+
+    def generate(self, specs: list[GenSpec]) -> dict[int, list[Emit]]:
+        """Run these orders to their ends (library use): id -> its news in order."""
+        for spec in specs:
+            self.submit(spec)
+        news: dict[int, list[Emit]] = {spec.id: [] for spec in specs}
+        while self.has_work:
+            for emit in self.step().emits:
+                news[emit.id].append(emit)
+        return news
+
+    def _execute(self, step: Step) -> tuple[list[int], dict[int, str]]:
+        """Tokens per work and failures per work. A step that fails as a whole is tried again one by one, so that
+        only those at fault end (law 12)."""
+        try:
+            tokens = self._runner.execute(step)
+            failures = {}
+        except Exception:
+            log.exception("a step of %d sequences failed; trying them one by one", len(step.works))
+            tokens, failures = [0] * len(step.works), {}
+            for i, work in enumerate(step.works):
+                try:
+                    tokens[i] = self._runner.execute(Step((work,)))[0]
+                except Exception as error:
+                    log.exception("sequence %d failed", work.seq.spec.id)
+                    failures[i] = f"the engine failed: {type(error).__name__}"
+        self._failed_steps = self._failed_steps + 1 if len(failures) == len(step.works) else 0
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineBroken(f"{self._failed_steps} steps in a row failed: {failures}")
+        failures |= {i: "the logits are not finite" for i, token in enumerate(tokens) if token == FAILED}
+        return tokens, failures
+
+    def _fault(self, spec: GenSpec) -> str:
+        """What is wrong with an order, or nothing. The front checks the same; this is the backstop."""
+        if bad := next((t for t in (*spec.ids, *spec.stop_ids) if not 0 <= t < self._vocab_size), None):
+            return f"token id {bad} is outside the vocabulary of {self._vocab_size}"
+        if not (math.isfinite(spec.temperature) and spec.temperature >= 0):
+            return f"temperature {spec.temperature} is not a number from 0"
+        if not 0 < spec.top_p <= 1 or spec.top_k < 0:
+            return f"top_p {spec.top_p} or top_k {spec.top_k} is out of range"
+        if not 0 <= spec.min_tokens <= spec.max_tokens:
+            return f"min_tokens {spec.min_tokens} is not between 0 and max_tokens {spec.max_tokens}"
+        return ""

@@ -1,0 +1,149 @@
+"""Owner of the model and the KV tensors: execute(step) -> token ids."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import psutil
+import torch
+
+from ..catalog import ModelFiles, read_meta
+from ..config import EngineSettings
+from ..contract import Unsupported
+from .attention.base import Attention, KVShape, empty_pool
+from .attention.paged import PagedAttention
+from .batch import Batch
+from .kv.capacity import pages_of, pool_pages
+from .kv.pages import PAGE_SIZE
+from .model.decoder import Decoder
+from .model.spec import ModelSpec, read_spec
+from .model.weights import load_weights
+from .sample import sample
+from .scheduler import Step, Work
+from .sequence import GenSpec, Sequence
+
+
+class Runner(Protocol):
+    """What the loop needs of whatever computes steps."""
+
+    def execute(self, step: Step) -> list[int]:
+        """One token id per work, in order; 0 where the work does not sample, sample.FAILED where its logits are
+        broken. Executing a step again gives the same: nothing but the works' own pages is written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A loaded model with its pool. ``summary``: label -> line for people."""
+
+    runner: ModelRunner
+    spec: ModelSpec
+    n_pages: int
+    max_context: int
+    summary: dict[str, str]
+
+
+class ModelRunner:
+    def __init__(self, decoder: Decoder, attention: Attention) -> None:
+        self._decoder = decoder
+        self._attention = attention
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> list[int]:
+        batch = Batch.of(step)
+        logits = self._decoder.forward(batch, self._attention)
+        tokens = [0] * len(step.works)
+        if batch.works:
+            for i, token in zip(batch.works, sample(logits, batch.sampling), strict=True):
+                tokens[i] = token
+        return tokens
+
+    def logits(self, step: Step) -> torch.Tensor:
+        """Logits [S, vocab] of the step's sampling rows, for judges and reports."""
+        with torch.inference_mode():
+            return self._decoder.forward(Batch.of(step), self._attention)
+
+    def warm_up(self, *, max_batch: int, token_budget: int, max_context: int, n_pages: int) -> int:
+        """Run every planned shape once, so that the first user does not pay for it. Returns the number of steps.
+
+        Decodes at each power of two up to ``max_batch``, a full chunk from the start and one that continues, and
+        both together. Writes to pages that nobody holds yet.
+        """
+        sizes = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if n < max_batch] + [max_batch]
+        chunk = min(token_budget, max_context // 2, n_pages * PAGE_SIZE // 2)
+        plans: list[list[tuple[int, int]]] = [[(min(32, max_context - 1), 1)] * n for n in sizes]
+        plans += [[(0, chunk)], [(chunk, chunk)]]
+        plans.append([(1, 1)] * (sizes[-1] - 1) + [(0, max(2, chunk - max_batch))])
+        for plan in plans:
+            self.execute(Step(tuple(_dummy(start, count, n_pages) for start, count in plan)))
+        return len(plans)
+
+
+def _dummy(start: int, count: int, n_pages: int) -> Work:
+    seq = Sequence.of(GenSpec(id=0, ids=[0] * (start + count), max_tokens=1), arrival=0)
+    seq.table = [page % n_pages for page in range(pages_of(start + count))]
+    return Work(seq, start, count, samples=True)
+
+
+def build(files: ModelFiles, settings: EngineSettings) -> Built:
+    """Load the model and make its pool. Raises Unsupported for what cannot be served, before weights load."""
+    device = _device(settings.device)
+    if device.type == "cpu":
+        torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    spec = read_spec(read_meta(files))
+    dtype = _dtype(settings.dtype, device)
+    if settings.max_context > spec.max_context:
+        raise Unsupported(f"max-context {settings.max_context} is more than the model's {spec.max_context}")
+    max_context = settings.max_context or spec.max_context
+    weights = load_weights(files, spec, dtype, device)
+    shape = KVShape(spec.n_layers, spec.n_kv_heads, spec.head_dim)
+    page_bytes = shape.page_elements() * dtype.itemsize
+    useful = 4 * settings.max_batch * pages_of(max_context)
+    n_pages = pool_pages(settings.kv_memory, _free_bytes(device), page_bytes, useful)
+    if n_pages < settings.max_batch:
+        raise Unsupported(
+            f"kv-memory {settings.kv_memory} holds {n_pages} pages of {page_bytes} bytes; "
+            f"max-batch {settings.max_batch} needs at least one each"
+        )
+    pool = empty_pool(shape, n_pages, dtype, device)
+    runner = ModelRunner(Decoder(spec, weights), PagedAttention(pool, shape))
+    summary = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device) + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
+        "weights": f"{weights.n_bytes() / 2**20:,.0f} MiB",
+        "kv cache": f"{n_pages:,} pages of {PAGE_SIZE} tokens, {n_pages * page_bytes / 2**30:.2f} GiB",
+    }
+    return Built(runner, spec, n_pages, min(max_context, n_pages * PAGE_SIZE), summary)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("device cuda is not there: torch sees no GPU")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto``: bfloat16 where the hardware multiplies in it. Elsewhere it is emulated and five times slower than
+    float32, so there float32."""
+    if name != "auto":
+        chosen: torch.dtype = getattr(torch, name)
+        return chosen
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16") or has.get("arm_bf16") or has.get("bf16"))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    available: int = psutil.virtual_memory().available
+    return available

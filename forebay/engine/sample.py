@@ -1,0 +1,83 @@
+"""Logits -> token ids, one row at a time in meaning, all rows at once in execution.
+
+Temperature, then top-k, then top-p, then a draw by inverting the cumulative distribution with one uniform number
+per row. The number is a function of (seed, position) alone (Philox, a counter-based generator: Salmon et al. 2011),
+so a seeded answer does not depend on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .batch import Sampling
+
+#: Marks a row whose logits are not finite: no token can be drawn.
+FAILED = -1
+
+
+def sample(logits: torch.Tensor, params: Sampling) -> list[int]:
+    """``logits`` [S, vocab], changed in place where ids are banned. Returns S ids, FAILED for broken rows."""
+    for row, banned in enumerate(params.banned):
+        if banned:
+            logits[row, banned] = -torch.inf
+    best, greedy = logits.max(dim=-1)
+    tokens = torch.where(torch.isfinite(best), greedy, FAILED)
+    hot = np.flatnonzero(params.temperature > 0)
+    if len(hot):
+        rows = torch.from_numpy(hot).to(logits.device)
+        drawn = _draw(logits[rows], params, hot)
+        tokens[rows] = torch.where(tokens[rows] == FAILED, FAILED, drawn)
+    result: list[int] = tokens.tolist()
+    return result
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments."""
+    return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=position)).random())
+
+
+def _draw(logits: torch.Tensor, params: Sampling, hot: np.ndarray) -> torch.Tensor:
+    """One draw for each row [H, vocab] with a temperature."""
+    device = logits.device
+    heat = torch.from_numpy(params.temperature[hot]).to(device)
+    top_k, top_p = params.top_k[hot], params.top_p[hot]
+    u = torch.tensor([uniform(params.seed[i], params.position[i]) for i in hot], dtype=torch.float64, device=device)
+    probs = torch.softmax(logits.double() / heat[:, None].double(), dim=-1)
+    tokens = torch.empty(len(hot), dtype=torch.int64, device=device)
+    cut = (top_k > 0) | (top_p < 1)
+    # Rows that keep the whole vocabulary need no order: invert the cumulative sum as it stands.
+    if (~cut).any():
+        rows = torch.from_numpy(np.flatnonzero(~cut)).to(device)
+        tokens[rows] = _invert(probs[rows], u[rows])
+    for k, rows_ in _by_width(top_k, top_p, cut, probs.shape[-1]):
+        rows = torch.from_numpy(rows_).to(device)
+        some, ids = probs[rows].topk(k, dim=-1)
+        limit = torch.from_numpy(np.where(top_k[rows_] > 0, top_k[rows_], k)).to(device)
+        some = some.masked_fill(torch.arange(k, device=device) >= limit[:, None], 0)
+        p = torch.from_numpy(top_p[rows_]).to(device).double()
+        before = some.cumsum(-1) - some
+        some = some.masked_fill(before > p[:, None] * some.sum(-1, keepdim=True), 0)
+        tokens[rows] = ids.gather(-1, _invert(some, u[rows])[:, None])[:, 0]
+    return tokens
+
+
+def _by_width(top_k: np.ndarray, top_p: np.ndarray, cut: np.ndarray, vocab: int) -> list[tuple[int, np.ndarray]]:
+    """Rows that are cut, in two groups by how much of the sorted vocabulary they need."""
+    narrow = cut & (top_k > 0) & (top_k < vocab)
+    wide = cut & ~narrow
+    groups = []
+    if narrow.any():
+        groups.append((int(top_k[narrow].max()), np.flatnonzero(narrow)))
+    if wide.any():
+        groups.append((vocab, np.flatnonzero(wide)))
+    return groups
+
+
+def _invert(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Index i with cumsum[i-1] <= u * total < cumsum[i], per row of [R, V] non-negative weights."""
+    total = weights.cumsum(-1)
+    index = torch.searchsorted(total, (u * total[:, -1])[:, None], right=True)[:, 0]
+    # u * total can round up to total itself: fall back to the last index that has any weight.
+    last = (weights > 0).long().cumsum(-1).argmax(-1)
+    return torch.minimum(index, last)

@@ -1,0 +1,301 @@
+"""Which sequence does how much in the next step. No torch, no clock, no I/O.
+
+``plan(now) -> Step`` decides, the runner executes, ``commit(step, tokens) -> [Emit]`` accounts for it. A step
+places decodes first (one token each) and fills the rest of the token budget with chunks of prefill, in order of
+precedence: sequences that were preempted before, then by arrival.
+
+Memory: a sequence joins if the predicted peak of all that run fits the pool. Where the prediction was wrong, the
+youngest sequence that has never been preempted gives its pages back and is computed again later (its whole pages
+stay in the prefix tree while there is room). The second time it joins only when its *whole* need is covered, so
+it is preempted at most once, and those that come first can always go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .kv.capacity import OutputGuess, pages_of, predicted_peak
+from .kv.pages import PAGE_SIZE, Pages
+from .kv.radix import Node, PrefixTree
+from .sequence import Emit, End, GenSpec, Sequence, State
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One sequence's part of a step: compute ``count`` tokens from ``start``; ``samples``: and draw the next."""
+
+    seq: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """``works`` to execute (may be none), and the endings that planning itself decided."""
+
+    works: tuple[Work, ...]
+    ended: tuple[Emit, ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(work.count for work in self.works)
+
+
+class Scheduler:
+    """Owner of all sequences and pages. ``max_context`` bounds prompt + answer of one sequence, in tokens."""
+
+    def __init__(self, *, n_pages: int, max_batch: int, token_budget: int, max_context: int) -> None:
+        if token_budget < max_batch:
+            raise ValueError(f"token_budget ({token_budget}) must be at least max_batch ({max_batch})")
+        self.pages = Pages(n_pages)
+        self.tree = PrefixTree(self.pages)
+        self.max_batch = max_batch
+        self.token_budget = token_budget
+        self.max_context = min(max_context, n_pages * PAGE_SIZE)
+        self.guess = OutputGuess()
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self._by_id: dict[int, Sequence] = {}
+        self._arrivals = 0
+        self._in_flight: Step | None = None
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    # ---- what comes in
+
+    def submit(self, spec: GenSpec) -> Emit | None:
+        """Take an order. Returns the refusal if it can never be served (law 6), else None."""
+        total = len(spec.ids) + spec.max_tokens
+        if not spec.ids:
+            return Emit(spec.id, end=End.REFUSED, detail="the prompt has no tokens")
+        if spec.max_tokens < 1:
+            return Emit(spec.id, end=End.REFUSED, detail="max_tokens must be at least 1")
+        if total > self.max_context:
+            why = f"prompt ({len(spec.ids)}) + max_tokens ({spec.max_tokens}) exceed {self.max_context} tokens"
+            return Emit(spec.id, end=End.REFUSED, detail=why)
+        if spec.id in self._by_id:
+            return Emit(spec.id, end=End.REFUSED, detail="the id is in use")
+        seq = self._by_id[spec.id] = Sequence.of(spec, self._arrivals)
+        self._arrivals += 1
+        self.waiting.append(seq)
+        return None
+
+    def cancel(self, id: int) -> None:
+        """Flag it; the next plan() or commit() ends it. Unknown ids have ended already."""
+        if seq := self._by_id.get(id):
+            seq.cancelled = True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def credits(self) -> int:
+        """How many more orders could start soon: free slots less those already waiting for one."""
+        return self.max_batch - len(self.running) - len(self.waiting)
+
+    # ---- plan
+
+    def plan(self, now: float) -> Step:
+        """The next step. ``now`` (monotonic s) is compared with deadlines and stamped on what starts."""
+        if self._in_flight is not None:
+            raise RuntimeError("the last step has not been committed")
+        ended = self._reap(now)
+        works: list[Work] = []
+        # Decodes are owed one token each, whatever else happens.
+        spare = self.token_budget - sum(seq.owed == 1 for seq in self.running)
+        order = sorted(self.running, key=_precedence)
+        while order:
+            seq = order.pop(0)
+            count = min(seq.owed, max(spare, 1 if seq.owed == 1 else 0))
+            if count and self._grow(seq, seq.computed + count, order):
+                works.append(_work(seq, count))
+                spare -= count if seq.owed > 1 else 0
+        while spare > 0 and self.waiting and len(self.running) < self.max_batch:
+            seq = self.waiting[0]
+            if not self._join(seq, now):
+                break
+            count = min(seq.owed, spare)
+            if not self._grow(seq, seq.computed + count, []):
+                break
+            works.append(_work(seq, count))
+            spare -= count
+        step = Step(tuple(works), tuple(ended))
+        if works:
+            self._in_flight = step
+        return step
+
+    def _reap(self, now: float) -> list[Emit]:
+        """End what was cancelled, and what waited past its deadline without ever having started."""
+        ended = [self._end(seq, End.CANCELLED) for seq in self.running if seq.cancelled]
+        for seq in self.waiting:
+            if seq.cancelled:
+                ended.append(self._end(seq, End.CANCELLED))
+            elif seq.spec.deadline is not None and now >= seq.spec.deadline and not seq.started:
+                ended.append(self._end(seq, End.EXPIRED, detail="waited longer than its deadline"))
+        if ended:
+            self._drop_ended()
+        return ended
+
+    def _grow(self, seq: Sequence, tokens: int, after: list[Sequence]) -> bool:
+        """Give ``seq`` pages for ``tokens`` tokens, if need be from sequences ``after`` it in precedence.
+
+        False: it does nothing in this step (it was preempted itself, or must wait for those before it).
+        """
+        need = pages_of(tokens) - len(seq.table)
+        while not self._take(seq, need):
+            victim = next((s for s in reversed(after) if not s.preempted), None)
+            if victim is None:
+                if not seq.preempted and len(self.running) > 1:
+                    self._preempt(seq)
+                return False
+            after.remove(victim)
+            self._preempt(victim)
+        return True
+
+    def _take(self, seq: Sequence, need: int) -> bool:
+        if need <= 0:
+            return True
+        if need > self.pages.free:
+            self.tree.evict(need - self.pages.free)
+        taken = self.pages.take(need)
+        if taken is None:
+            return False
+        seq.table += taken
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._release(seq)
+        seq.preempted = True
+        seq.move(State.WAITING)
+        self.running.remove(seq)
+        # Before everything that has not been preempted, behind those that were.
+        at = sum(s.preempted for s in self.waiting)
+        self.waiting.insert(at, seq)
+        self.preemptions += 1
+
+    def _join(self, seq: Sequence, now: float) -> bool:
+        """Move the first waiting sequence to running if it fits, with what the prefix tree has of it."""
+        path = self.tree.match(seq.spec.salt, seq.ids, (len(seq.ids) - 1) // PAGE_SIZE)
+        if self.running and not self._fits(seq, path):
+            return False
+        self.waiting.popleft()
+        self.running.append(seq)
+        seq.move(State.RUNNING)
+        self.pages.share(node.page for node in path)
+        self.tree.touch(path)
+        seq.table = [node.page for node in path]
+        seq.node = path[-1] if path else None
+        seq.inserted = len(path)
+        seq.computed = len(path) * PAGE_SIZE
+        if not seq.started:
+            seq.started = now
+            seq.cached = seq.computed
+            self.prefix_queries += len(seq.ids)
+            self.prefix_hits += seq.computed
+        return True
+
+    def _fits(self, seq: Sequence, path: list[Node]) -> bool:
+        """Whether the predicted peak with ``seq`` (whose first pages are ``path``) stays inside the pool."""
+        room = self.pages.total - self.pages.pinned
+        tables = sum(len(s.table) for s in self.running)
+        shared = tables - self.pages.running + sum(self.pages.refs(node.page) > 0 for node in path)
+        loads = [(len(s.ids), self._to_come(s)) for s in (*self.running, seq)]
+        if predicted_peak(loads) - shared > room:
+            return False
+        if not seq.preempted:
+            return True
+        # A second preemption is not allowed: everything that may not be preempted must fit to its very end.
+        return sum(pages_of(len(s.ids) + s.remaining) for s in (*self.running, seq) if s.preempted) <= room
+
+    def _to_come(self, seq: Sequence) -> int:
+        if seq.preempted:
+            return seq.remaining
+        return self.guess.remaining(seq.generated, seq.spec.max_tokens)
+
+    # ---- commit
+
+    def commit(self, step: Step, tokens: list[int], failures: Mapping[int, str] | None = None) -> list[Emit]:
+        """Account for an executed step. ``tokens[i]`` is what ``step.works[i]`` drew (ignored where it did not
+        sample); ``failures`` maps an index to why that work failed: its sequence ends, the others do not notice."""
+        if step is not self._in_flight:
+            raise RuntimeError("not the step in flight")
+        self._in_flight = None
+        emits: list[Emit] = []
+        for i, work in enumerate(step.works):
+            seq = work.seq
+            if failures and i in failures:
+                emits.append(self._end(seq, End.ERROR, detail=failures[i]))
+                continue
+            seq.computed += work.count
+            self._insert(seq)
+            if seq.cancelled:
+                emits.append(self._end(seq, End.CANCELLED))
+            elif work.samples:
+                seq.ids.append(tokens[i])
+                end = _ending(seq, tokens[i])
+                emits.append(
+                    self._end(seq, end, tokens=[tokens[i]])
+                    if end
+                    else Emit(seq.spec.id, [tokens[i]], cached=seq.cached, started=seq.started)
+                )
+        self._drop_ended()
+        return emits
+
+    def _insert(self, seq: Sequence) -> None:
+        """Put newly completed pages into the tree, at once: the next with the same prefix need not wait."""
+        for i in range(seq.inserted, seq.computed // PAGE_SIZE):
+            own = seq.table[i]
+            parent = seq.node if isinstance(seq.node, Node) else None
+            key = tuple(seq.ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
+            node = self.tree.insert(seq.spec.salt, parent, key, own)
+            if node.page != own:
+                self.pages.share([node.page])
+                seq.table[i] = node.page
+                self.pages.drop([own])
+            seq.node = node
+            seq.inserted = i + 1
+
+    def _release(self, seq: Sequence) -> None:
+        self.tree.idle(self.pages.drop(seq.table))
+        seq.table = []
+        seq.node = None
+        seq.inserted = seq.computed = 0
+
+    def _end(self, seq: Sequence, end: End, *, tokens: list[int] | None = None, detail: str = "") -> Emit:
+        self._release(seq)
+        seq.move(State.ENDED)
+        del self._by_id[seq.spec.id]
+        if end in (End.STOP, End.LENGTH):
+            self.guess.record(seq.generated)
+        return Emit(seq.spec.id, tokens or [], end, detail, seq.cached, seq.started)
+
+    def _drop_ended(self) -> None:
+        self.running = [seq for seq in self.running if seq.state is not State.ENDED]
+        self.waiting = deque(seq for seq in self.waiting if seq.state is not State.ENDED)
+
+    def check(self) -> None:
+        """Law 5 from scratch. Raises RuntimeError; for tests and debugging, O(pages)."""
+        self.pages.check((seq.table for seq in self.running), self.tree.all_pages())
+        for seq in self.waiting:
+            if seq.table:
+                raise RuntimeError(f"waiting sequence {seq.spec.id} holds pages")
+
+
+def _precedence(seq: Sequence) -> tuple[bool, int]:
+    return (not seq.preempted, seq.arrival)
+
+
+def _work(seq: Sequence, count: int) -> Work:
+    return Work(seq, seq.computed, count, samples=seq.computed + count == len(seq.ids))
+
+
+def _ending(seq: Sequence, token: int) -> End | None:
+    if token in seq.spec.stop_ids and seq.generated > seq.spec.min_tokens:
+        return End.STOP
+    if seq.generated >= seq.spec.max_tokens:
+        return End.LENGTH
+    return None

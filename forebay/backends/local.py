@@ -73,7 +73,7 @@ class LocalBackend:
     def _load_text(self) -> None:
         self._meta = read_meta(self._files)
         self._tokenizer = Tokenizer.load(self._files, self._meta)
-        self._template = ChatTemplate.load(self._meta, self._tokenizer)
+        self._template = ChatTemplate.of(self._meta)
         self._fingerprint = fingerprint(self._files)
         self._created = int(time.time())
 

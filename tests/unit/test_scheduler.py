@@ -1,0 +1,314 @@
+"""The scheduler against the laws of the design, first by example, then by random histories."""
+
+import hypothesis.strategies as st
+import pytest
+from histories import Harness, expected
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from forebay.engine.kv.capacity import OutputGuess
+from forebay.engine.sequence import End, GenSpec, Sequence, State
+
+
+def order(id: int, n_prompt: int = 20, max_tokens: int = 10, **more: object) -> GenSpec:
+    return GenSpec(id, [(id * 7 + i) % 50 for i in range(n_prompt)], max_tokens, **more)  # type: ignore[arg-type]
+
+
+def test_decodes_come_first_and_chunks_fill_the_budget() -> None:
+    h = Harness(n_pages=100, max_batch=4, token_budget=32)
+    h.submit(order(1, n_prompt=10))
+    h.step()
+    h.submit(order(2, n_prompt=100))
+    h.submit(order(3, n_prompt=10))
+    works = {work.seq.spec.id: (work.start, work.count, work.samples) for work in h.step().works}
+    assert works == {1: (10, 1, True), 2: (0, 31, False)}
+    h.run()
+    for id in (1, 2, 3):
+        assert h.tokens(id) == expected(order(id, n_prompt=100 if id == 2 else 10))
+
+
+def test_a_decode_is_never_left_out_for_prefill() -> None:
+    h = Harness(n_pages=200, max_batch=8, token_budget=16)
+    for id in range(4):
+        h.submit(order(id, n_prompt=4, max_tokens=30))
+    h.step()
+    for id in range(4, 8):
+        h.submit(order(id, n_prompt=200, max_tokens=4))
+    for _ in range(20):
+        step = h.step()
+        assert {0, 1, 2, 3} <= {work.seq.spec.id for work in step.works}
+
+
+def test_second_turn_hits_what_the_first_generated() -> None:
+    h = Harness(n_pages=100, max_batch=4, token_budget=64)
+    first = order(1, n_prompt=40, max_tokens=30)
+    h.submit(first)
+    h.run()
+    turn = GenSpec(2, [*first.ids, *h.tokens(1), 3, 4, 5], 5)
+    h.submit(turn)
+    h.run()
+    assert h.news[2][0].cached == (40 + 30 - 1) // 16 * 16
+    assert h.tokens(2) == expected(turn)
+
+
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
+    h = Harness(n_pages=100, max_batch=4, token_budget=64)
+    h.submit(GenSpec(1, list(range(32)), 1))
+    h.run()
+    h.submit(GenSpec(2, list(range(32)), 3))
+    h.run()
+    assert h.news[2][0].cached == 16
+    assert h.tokens(2) == expected(GenSpec(2, list(range(32)), 3))
+
+
+def test_two_at_once_with_one_prompt_end_on_the_same_pages() -> None:
+    """Law 4 through the scheduler: duplicates computed side by side become one."""
+    h = Harness(n_pages=100, max_batch=4, token_budget=256)
+    h.submit(GenSpec(1, list(range(40)), 20))
+    h.submit(GenSpec(2, list(range(40)), 20))
+    h.step()
+    tables = [seq.table for seq in h.scheduler.running]
+    assert tables[0][:2] == tables[1][:2]
+    assert tables[0][2] != tables[1][2]
+    h.run()
+    assert h.tokens(1) == h.tokens(2) == expected(GenSpec(1, list(range(40)), 20))
+
+
+def test_salts_do_not_share() -> None:
+    h = Harness(n_pages=100, max_batch=4, token_budget=64)
+    h.submit(GenSpec(1, list(range(40)), 2, salt="a"))
+    h.run()
+    h.submit(GenSpec(2, list(range(40)), 2, salt="b"))
+    h.run()
+    assert h.news[2][-1].cached == 0
+
+
+def test_law_3_a_cancelled_sequence_keeps_its_pages_until_the_step_that_uses_them_is_committed() -> None:
+    h = Harness(n_pages=10, max_batch=4, token_budget=64)
+    h.submit(order(1, n_prompt=40))
+    step = h.scheduler.plan(1.0)
+    h.scheduler.cancel(1)
+    assert h.scheduler.pages.running == 3
+    with pytest.raises(RuntimeError, match="not been committed"):
+        h.scheduler.plan(2.0)
+    (emit,) = h.scheduler.commit(step, h.memory.execute(step))
+    assert (emit.end, emit.tokens) == (End.CANCELLED, [])
+    assert h.scheduler.pages.running == 0
+    h.scheduler.check()
+
+
+def test_cancel_in_the_queue_and_of_the_unknown() -> None:
+    h = Harness(n_pages=10, max_batch=1, token_budget=64)
+    h.submit(order(1))
+    h.submit(order(2))
+    h.step()
+    h.scheduler.cancel(2)
+    h.scheduler.cancel(99)
+    h.run()
+    assert [e.end for e in h.news[2]] == [End.CANCELLED]
+    assert h.tokens(1) == expected(order(1))
+
+
+def test_deadline_is_honoured_before_prefill_and_only_then() -> None:
+    h = Harness(n_pages=100, max_batch=1, token_budget=64)
+    h.submit(order(1, deadline=3.0))
+    h.submit(order(2, deadline=3.0))
+    h.run()
+    assert h.tokens(1) == expected(order(1))
+    assert [(e.end, e.tokens) for e in h.news[2]] == [(End.EXPIRED, [])]
+    assert all(work.seq.spec.id == 1 for step in h.steps for work in step.works)
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (GenSpec(1, [], 5), "no tokens"),
+        (GenSpec(1, [1], 0), "max_tokens"),
+        (GenSpec(1, [1] * 100, 61), "exceed 160 tokens"),
+    ],
+)
+def test_law_6_what_can_never_fit_is_refused_at_submit(spec: GenSpec, why: str) -> None:
+    h = Harness(n_pages=10, max_batch=4, token_budget=64)
+    h.submit(spec)
+    (emit,) = h.news[1]
+    assert emit.end is End.REFUSED
+    assert why in emit.detail
+    assert not h.scheduler.has_work
+
+
+def test_law_6_what_fits_just_so_is_served_alone() -> None:
+    h = Harness(n_pages=10, max_batch=4, token_budget=64)
+    for id in range(3):
+        h.submit(order(id, n_prompt=100, max_tokens=60))
+    h.run()
+    for id in range(3):
+        assert h.tokens(id) == expected(order(id, n_prompt=100, max_tokens=60))
+
+
+def test_law_12_a_failed_work_ends_alone() -> None:
+    h = Harness(n_pages=20, max_batch=4, token_budget=64)
+    h.submit(order(1))
+    h.submit(order(2))
+    step = h.scheduler.plan(1.0)
+    emits = h.scheduler.commit(step, h.memory.execute(step), failures={0: "broken"})
+    h.scheduler.check()
+    assert [(e.id, e.end, e.detail) for e in emits] == [(1, End.ERROR, "broken"), (2, None, "")]
+    h.run()
+
+
+def test_stop_ids_and_min_tokens() -> None:
+    answer = expected(order(1, max_tokens=30))
+    stop = answer[4]
+    first = answer.index(stop)
+    h = Harness(n_pages=20, max_batch=4, token_budget=64)
+    h.submit(order(1, max_tokens=30, stop_ids=[stop]))
+    h.run()
+    assert h.tokens(1) == answer[: first + 1]
+    assert h.news[1][-1].end is End.STOP
+    h.submit(order(2, max_tokens=30))
+    h.run()
+    assert h.news[2][-1].end is End.LENGTH
+
+
+class Blind(OutputGuess):
+    """Thinks that every answer is about to end, so that more are let in than the pool can hold."""
+
+    def remaining(self, generated: int, max_tokens: int) -> int:
+        return 1
+
+
+def misled(h: Harness) -> None:
+    h.scheduler.guess = Blind()
+
+
+def test_preemption_by_recompute_once_then_first() -> None:
+    h = Harness(n_pages=12, max_batch=3, token_budget=64)
+    misled(h)
+    # The deadline passes while the preempted ones wait for the second time: it is about the first.
+    orders = [order(id, n_prompt=40, max_tokens=90, deadline=5.0) for id in range(3)]
+    small = order(9, n_prompt=16, max_tokens=16)
+    for spec in (*orders, small):
+        h.submit(spec)
+    while not h.preempted:
+        h.step()
+    # The small one would fit at once where the preempted one must wait for its whole need.
+    (first,), at = h.preempted, len(h.steps)
+    h.run()
+    assert sum(h.preempted.values()) == h.scheduler.preemptions >= 2
+    assert max(h.preempted.values()) == 1
+    for spec in (*orders, small):
+        assert h.tokens(spec.id) == expected(spec)
+    later = [work.seq.spec.id for step in h.steps[at:] for work in step.works]
+    assert later.index(first) < later.index(9)
+
+
+def test_two_that_may_not_be_preempted_again_cannot_block_each_other() -> None:
+    """Their predicted peak fits, for a sequence that decodes and one that needs many steps of prefill; but the
+    second lags behind the prediction, and both would stand still holding what the other needs."""
+    h = Harness(n_pages=11, max_batch=2, token_budget=3)
+    orders = [order(1, n_prompt=20, max_tokens=100), order(2, n_prompt=100, max_tokens=5)]
+    for spec in orders:
+        h.submit(spec)
+    for seq in h.scheduler.waiting:
+        seq.preempted = True
+    h.run()
+    for spec in orders:
+        assert h.tokens(spec.id) == expected(spec)
+
+
+def test_legal_transitions_only() -> None:
+    seq = Sequence.of(order(1), 0)
+    seq.move(State.RUNNING)
+    seq.move(State.WAITING)
+    seq.move(State.ENDED)
+    with pytest.raises(RuntimeError, match="not a legal transition"):
+        seq.move(State.RUNNING)
+
+
+class Histories(RuleBasedStateMachine):
+    """Any interleaving of orders, cancels, steps and bad guesses: laws 1 to 6 hold and every answer is right."""
+
+    @initialize(n_pages=st.integers(4, 40), max_batch=st.integers(1, 6), budget=st.sampled_from([8, 16, 40, 200]))
+    def start(self, n_pages: int, max_batch: int, budget: int) -> None:
+        self.h = Harness(n_pages=n_pages, max_batch=max_batch, token_budget=max(budget, max_batch))
+        self.orders: dict[int, GenSpec] = {}
+        self.cancelled: set[int] = set()
+
+    @rule(
+        prefix=st.integers(0, 2),
+        n_prompt=st.integers(0, 120),
+        max_tokens=st.integers(1, 60),
+        salt=st.sampled_from(["", "", "b"]),
+        stop=st.lists(st.integers(0, 49), max_size=2),
+        patience=st.sampled_from([None, None, None, 0, 5]),
+    )
+    def submit(
+        self, prefix: int, n_prompt: int, max_tokens: int, salt: str, stop: list[int], patience: int | None
+    ) -> None:
+        id = len(self.orders) + 1
+        deadline = None if patience is None else self.h.now + patience
+        # Few distinct prefixes, so that the tree has much to share.
+        ids = [(prefix * 11 + i) % 50 for i in range(n_prompt)] + ([id % 50] if id % 2 else [])
+        spec = GenSpec(id, ids, max_tokens, stop_ids=stop, salt=salt, deadline=deadline)
+        self.orders[id] = spec
+        self.h.submit(spec)
+
+    @rule(which=st.integers(0, 30))
+    def follow_up(self, which: int) -> None:
+        """A second turn: an answer that has ended, and more."""
+        done = [id for id, news in self.h.news.items() if news and news[-1].end in (End.STOP, End.LENGTH)]
+        if done:
+            before = self.orders[done[which % len(done)]]
+            id = len(self.orders) + 1
+            spec = GenSpec(id, [*before.ids, *self.h.tokens(before.id), 7], 10, salt=before.salt)
+            self.orders[id] = spec
+            self.h.submit(spec)
+
+    @rule(which=st.integers(0, 30))
+    def cancel(self, which: int) -> None:
+        if self.orders:
+            id = which % len(self.orders) + 1
+            self.cancelled.add(id)
+            self.h.scheduler.cancel(id)
+
+    @rule(n=st.integers(1, 12))
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.h.step()
+
+    @rule()
+    def mislead(self) -> None:
+        misled(self.h)
+
+    @rule(which=st.integers(0, 30), pin=st.booleans())
+    def evict(self, which: int, pin: bool) -> None:
+        self.h.scheduler.tree.evict(which % 4)
+
+    @invariant()
+    def conserved(self) -> None:
+        if hasattr(self, "h"):
+            self.h.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "h"):
+            return
+        self.h.run()
+        scheduler = self.h.scheduler
+        assert scheduler.pages.running == 0
+        assert max(self.h.preempted.values(), default=0) <= 1
+        for id, spec in self.orders.items():
+            news = self.h.news[id]
+            assert news, f"{id} never ended"
+            assert news[-1].end is not None
+            answer = self.h.tokens(id)
+            assert answer == expected(spec)[: len(answer)]
+            if id not in self.cancelled and news[-1].end not in (End.REFUSED, End.EXPIRED):
+                assert answer == expected(spec)
+        scheduler.tree.evict(scheduler.pages.total)
+        assert scheduler.pages.free == scheduler.pages.total
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=500, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -98,7 +98,9 @@ class LocalBackend:
         limit = self.card.max_context
         size = sum(len(message.content) for message in request.messages)
         if size > CHARS_PER_TOKEN * limit:
-            raise ContextTooLong(f"the messages have {size} characters; the context holds {limit} tokens", param="messages")
+            raise ContextTooLong(
+                f"the messages have {size} characters; the context holds {limit} tokens", param="messages"
+            )
         if size > THREAD_FROM:
             ids = await asyncio.to_thread(self._template.encode, self._tokenizer, request.messages)
         else:

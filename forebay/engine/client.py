@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ..config import EngineSettings
 from ..contract import EngineFailure, EngineUnavailable, Load, Unsupported
@@ -32,6 +33,8 @@ LOOK_AHEAD = 2
 MAX_STARTS = 8
 #: Tokens per step are counted up to these bounds.
 STEP_BOUNDS = tuple(2**i for i in range(15))
+#: Counters of a frame that start at 0 in each child.
+COUNTERS = ("prefix_queries", "prefix_hits", "preemptions", "steps")
 
 
 class Stream:
@@ -127,8 +130,9 @@ class EngineClient:
 
     def load(self) -> Load:
         frame = self._frame
+        counters = self._counters(frame)
         if frame is None:
-            return Load(ready=False, state=self.state, restarts=self.restarts, **self._cumulative(None))
+            return Load(ready=False, state=self.state, **counters)
         in_transit = self._sent - frame.received
         return Load(
             ready=self.state == "ready",
@@ -137,18 +141,17 @@ class EngineClient:
             waiting=frame.waiting + in_transit,
             credits=frame.credits + LOOK_AHEAD - in_transit if self.state == "ready" else 0,
             heartbeat_age=time.monotonic() - self._heard,
-            restarts=self.restarts,
             pages=frame.pages,
             page_size=self.hello.page_size if self.hello else 0,
-            step_tokens={b: sum(n for k, n in self._step_tokens.items() if k <= b) for b in STEP_BOUNDS},
-            **self._cumulative(frame),
+            **counters,
         )
 
-    def _cumulative(self, frame: Frame | None) -> dict[str, int]:
-        """Counters that go on over restarts."""
-        names = ("prefix_queries", "prefix_hits", "preemptions", "steps")
-        now = {name: self._totals[name] + (getattr(frame, name) if frame else 0) for name in names}
-        return now | {"step_tokens_sum": self._totals["step_tokens_sum"]}
+    def _counters(self, frame: Frame | None) -> dict[str, Any]:
+        """The cumulative fields of Load, which go on over restarts."""
+        now = {name: self._totals[name] + (getattr(frame, name) if frame else 0) for name in COUNTERS}
+        by_bound = {b: sum(n for k, n in self._step_tokens.items() if k <= b) for b in STEP_BOUNDS}
+        step_tokens = {"step_tokens": by_bound, "step_tokens_sum": self._totals["step_tokens_sum"]}
+        return {"restarts": self.restarts} | now | step_tokens
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -189,7 +192,7 @@ class EngineClient:
             stream.lost = True
             stream.put(Emit(stream.spec.id, end=End.ERROR, detail=f"the engine is gone: {reason}"))
         if frame := self._frame:
-            for name in ("prefix_queries", "prefix_hits", "preemptions", "steps"):
+            for name in COUNTERS:
                 self._totals[name] += getattr(frame, name)
         self._frame = None
         self._sent = 0

@@ -96,10 +96,11 @@ class Engine:
         only those at fault end (law 12)."""
         try:
             tokens = self._runner.execute(step)
-            failures = {}
+            failures: dict[int, str] = {}
         except Exception:
             log.exception("a step of %d sequences failed; trying them one by one", len(step.works))
-            tokens, failures = [0] * len(step.works), {}
+            tokens = [0] * len(step.works)
+            failures = {}
             for i, work in enumerate(step.works):
                 try:
                     tokens[i] = self._runner.execute(Step((work,)))[0]

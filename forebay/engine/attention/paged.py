@@ -59,10 +59,11 @@ class PagedAttention:
         self._groups = [self._group(batch, rows) for rows in _similar(batch.kv_len[: batch.n_decodes])]
         self._chunks = [self._chunk(batch, b) for b in range(batch.n_decodes, len(batch.kv_len))]
         # One buffer serves all groups and chunks: they attend one after the other.
-        size = max((part.span.numel() for part in (*self._groups, *self._chunks)), default=0)
+        parts: list[_Group | _Chunk] = [*self._groups, *self._chunks]
+        size = max(part.span.numel() for part in parts)
         if self._buffer.numel() < size * PAGE_SIZE * self._shape.head_dim:
             self._buffer = self._buffer.new_empty(size * PAGE_SIZE * self._shape.head_dim)
-        for part in (*self._groups, *self._chunks):
+        for part in parts:
             n = part.span.numel()
             part.out = self._buffer[: n * PAGE_SIZE * self._shape.head_dim].view(n, -1)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
 
 from ...catalog import ModelFiles, open_gguf
@@ -134,10 +135,10 @@ class _Safetensors:
     """One or more .safetensors files of a Hugging Face directory, memory-mapped."""
 
     def __init__(self, files: ModelFiles) -> None:
-        self._where = {}
+        self._where: dict[str, Any] = {}
         try:
             for path in sorted(files.path.glob("*.safetensors")):
-                shard = safe_open(path, framework="pt")
+                shard: Any = safe_open(path, framework="pt")
                 self._where.update(dict.fromkeys(shard.keys(), shard))
         except (OSError, SafetensorError) as error:
             raise Unsupported(f"cannot read {path}: {error}") from error
@@ -188,8 +189,6 @@ class _Gguf:
         return set(self._tensors)
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        from gguf.quants import dequantize
-
         tensor = self._tensors[name]
         value = _checked(name, torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()), shape)
         if name.endswith("q_proj.weight"):

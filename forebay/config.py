@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from .contract import InvalidRequest
 
@@ -24,21 +24,20 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 def parse_size(value: object) -> object:
     """``"2GiB"``, ``"500MB"``, ``2147483648`` -> bytes (int); ``0.25`` or ``"25%"`` -> a fraction (float)."""
-    if isinstance(value, bool):
-        raise ValueError("a size, not a truth value")
-    if isinstance(value, (int, float)):
-        return value
     text = str(value).strip().lower()
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
-        return float(match[1]) / 100
-    if re.fullmatch(r"0?\.\d+|0\.\d+|1\.0", text):
-        return float(text)
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text):
-        return int(float(match[1]) * _UNITS[match[2] or ""])
+    if re.fullmatch(r"\d+", text):
+        return int(text)
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)", text):
+        return int(float(match[1]) * _UNITS[match[2].rstrip("b")])
+    if match := re.fullmatch(r"(\d*\.\d+|\d+(?=\s*%))\s*(%?)", text):
+        fraction = float(match[1]) / (100 if match[2] else 1)
+        if fraction <= 1:
+            return fraction
     raise ValueError("expected bytes like 2GiB or a fraction like 0.25")
 
 
 Size = Annotated[int | float, BeforeValidator(parse_size), Field(gt=0)]
+Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
 class Room(BaseModel):
@@ -49,48 +48,61 @@ class EngineSettings(Room):
     """The engine process: what is loaded and how much it may take."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and KV cache; auto takes bfloat16 where the hardware computes in it."
+        default="auto",
+        description="Type of weights and KV cache; auto takes bfloat16 where the hardware computes in it.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
-    threads: int = Field(0, ge=0, le=1024, description="Compute threads of the engine; 0 takes every core.")
-    max_batch: int = Field(16, ge=1, le=4096, description="Sequences that run at once.")
-    token_budget: int = Field(512, ge=16, le=1 << 20, description="Tokens in one step, decodes and prefill together.")
-    kv_memory: Size = Field(0.25, description="KV cache: bytes (2GiB) or a fraction of the free memory (0.25).")
-    max_context: int = Field(0, ge=0, description="Prompt + answer, in tokens; 0 takes the model's own limit.")
-    start_timeout: float = Field(600.0, gt=0, description="Seconds for loading and warm-up.")
-    hang_timeout: float = Field(30.0, gt=0, description="Seconds without news before the engine is restarted.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
+    threads: int = Field(default=0, ge=0, le=1024, description="Compute threads of the engine; 0 takes every core.")
+    max_batch: int = Field(default=16, ge=1, le=4096, description="Sequences that run at once.")
+    token_budget: int = Field(
+        default=512, ge=16, le=1 << 20, description="Tokens in one step, decodes and prefill together."
+    )
+    kv_memory: Size = Field(default=0.25, description="KV cache: bytes (2GiB) or a fraction of the free memory (0.25).")
+    max_context: int = Field(default=0, ge=0, description="Prompt + answer, in tokens; 0 takes the model's own limit.")
+    start_timeout: float = Field(default=600.0, gt=0, description="Seconds for loading and warm-up.")
+    hang_timeout: float = Field(default=30.0, gt=0, description="Seconds without news before the engine is restarted.")
 
 
 class AdmissionSettings(Room):
     """The queue in the front."""
 
-    max_queue: int = Field(0, ge=0, le=1_000_000, description="Requests that may wait; 0 takes 5 x max-batch.")
-    queue_timeout: float = Field(60.0, gt=0, description="Seconds a request may wait before it is refused.")
+    max_queue: int = Field(default=0, ge=0, le=1_000_000, description="Requests that may wait; 0 takes 5 x max-batch.")
+    queue_timeout: float = Field(default=60.0, gt=0, description="Seconds a request may wait before it is refused.")
 
 
 class ServerSettings(Room):
     """HTTP."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need --api-key.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    api_key: pydantic.SecretStr | None = Field(None, description="Key that clients must send as a bearer token.")
-    default_max_tokens: int = Field(512, ge=1, description="Answer length when the request does not say.")
-    stream_hold: float = Field(10.0, ge=0, description="Seconds a stream waits for its first token before the 200.")
-    keep_alive: float = Field(10.0, gt=0, description="Seconds of silence before a stream gets a comment frame.")
-    reader_timeout: float = Field(30.0, gt=0, description="Seconds a client may stop reading before it is cut.")
-    max_body: Size = Field(8 * 2**20, description="Largest request body, in bytes.")
-    max_messages: int = Field(2048, ge=1, description="Most messages in one request.")
-    drain_timeout: float = Field(25.0, ge=0, description="Seconds open requests get to finish at shutdown.")
-    log_format: Literal["text", "json"] = Field("text", description="Form of the log lines.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; others than loopback need --api-key.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    api_key: pydantic.SecretStr | None = Field(
+        default=None, min_length=1, description="Key that clients must send as a bearer token."
+    )
+    default_max_tokens: int = Field(default=512, ge=1, description="Answer length when the request does not say.")
+    stream_hold: float = Field(
+        default=10.0, ge=0, description="Seconds a stream waits for its first token before the 200."
+    )
+    keep_alive: float = Field(
+        default=10.0, gt=0, description="Seconds of silence before a stream gets a comment frame."
+    )
+    reader_timeout: float = Field(default=30.0, gt=0, description="Seconds a client may stop reading before it is cut.")
+    max_body: Bytes = Field(default=8 * 2**20, description="Largest request body, in bytes.")
+    max_messages: int = Field(default=2048, ge=1, description="Most messages in one request.")
+    drain_timeout: float = Field(default=25.0, ge=0, description="Seconds open requests get to finish at shutdown.")
+    log_format: Literal["text", "json"] = Field(default="text", description="Form of the log lines.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least level that is logged."
+    )
 
 
 class PathSettings(Room):
     """Where files are."""
 
-    model: str = Field("smollm2-135m-instruct", description="Catalog name, .gguf file or Hugging Face directory.")
-    data_dir: Path = Field(
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay",
+    model: str = Field(
+        default="smollm2-135m-instruct", description="Catalog name, .gguf file or Hugging Face directory."
+    )
+    data_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
+        default=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay",
         description="Models and, later, conversations.",
     )
 

@@ -110,8 +110,12 @@ class LocalBackend:
             raise ContextTooLong(
                 f"the messages are {len(ids)} tokens; the context holds {limit}, answer included", param="messages"
             )
-        # A wish for more than fits is cut, as OpenAI and llama.cpp do: the answer ends with "length" there.
-        max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
+        max_tokens = room if request.max_tokens is None else request.max_tokens
+        if max_tokens > room:
+            raise ContextTooLong(
+                f"the messages are {len(ids)} tokens and max_tokens is {max_tokens}; the context holds {limit}",
+                param="max_tokens",
+            )
         if request.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens {request.min_tokens} is more than the {max_tokens} tokens there is room for",

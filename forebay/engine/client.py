@@ -106,6 +106,7 @@ class EngineClient:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        self._close_books("the server stops")
         self._settled.set()
         self._changed()
 

@@ -157,6 +157,7 @@ def main(argv: list[str]) -> int:
             link.send(Failed(str(error) or type(error).__name__, unsupported))
             return 1
         link.send(hello)
+        link.send(engine.frame([]))
         serve(engine, link)
     except Gone:
         return 0

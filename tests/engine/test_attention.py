@@ -45,9 +45,7 @@ def test_paged_equals_naive(
     paged.begin(batch)
     naive.begin(batch)
     for layer in range(2):
-        torch.testing.assert_close(
-            paged.attend(layer, q, kv), naive.attend(layer, q, kv), atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(paged.attend(layer, q, kv), naive.attend(layer, q, kv), atol=1e-5, rtol=1e-5)
     # What is written is written to the same places, and nowhere else.
     torch.testing.assert_close(pool, other, atol=0, rtol=0)
 

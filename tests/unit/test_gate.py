@@ -62,6 +62,8 @@ class World:
             await asyncio.sleep(0)
         assert self.gate.waiting <= self.max_queue
         assert self.gate._granted == 0, "a turn was granted to nobody"
+        open_guests = sum(not task.done() for task in self.guests.values())
+        assert self.gate.waiting == open_guests - len(self.running)
         if self.gate.waiting:
             assert self.capacity <= len(self.running), "somebody waits though there is room"
 

@@ -1,0 +1,42 @@
+# What a person calls; .ci/run calls the same.
+PYTHON ?= python3
+PORT   ?= 8000
+MODEL  ?= smollm2-135m-instruct
+ARGS   ?=
+
+BIN   := .venv/bin
+STAMP := .venv/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: install serve test lint bench clean
+
+install: $(STAMP)
+
+# Running venv again over a half made .venv repairs it; the stamp is written only when all went well.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# exec: signals sent to make reach the server itself.
+serve: $(STAMP)
+	@exec $(BIN)/forebay serve "$(MODEL)" --port $(PORT) $(ARGS)
+
+# ARGS='-k radix -x', for example.
+test: $(STAMP)
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Against one request at a time through transformers; ARGS='--repeats 1', for example.
+bench: $(STAMP)
+	@exec $(BIN)/python -m forebay.bench.versus --model "$(MODEL)" $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find forebay tests -name __pycache__ -type d -prune -exec rm -rf {} +

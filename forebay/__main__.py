@@ -1,0 +1,5 @@
+"""``python -m forebay`` is the ``forebay`` command."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""What the commands of ``forebay.cli`` do, one file each. Only ``forebay.cli`` imports them."""

@@ -1,0 +1,216 @@
+"""`forebay serve`: settings -> model files -> backend -> app -> one HTTP server on one socket."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import math
+import shlex
+import signal
+import socket
+import time
+from types import FrameType
+from typing import Self
+
+import click
+import uvicorn
+from rich.console import Console
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .. import __version__, catalog
+from ..backends.local import LocalBackend
+from ..config import ServerSettings, Settings, SettingsError
+from ..contract import ForebayError, NotFound
+from ..server import log
+from ..server.app import create_app
+
+_BACKLOG = 2048
+_MAX_HEAD = 64 * 2**10
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit code: 1 if the engine could not start.
+
+    Raises ForebayError for what is wrong before that: settings, port, model.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        check_exposure(settings.server)
+        # First of all: a port that is taken should not be found out after a download.
+        with bind(settings.server.host, settings.server.port) as listener:
+            log.configure(settings.server)
+            backend = _Backend(_files(settings), settings)
+            _Server(backend, settings, listener).run(sockets=[listener])
+    except KeyboardInterrupt:
+        return 0
+    except SystemExit:  # uvicorn's way out of a failed start
+        if backend.failure is None:
+            raise
+    if backend.failure is None:
+        return 0
+    if not isinstance(backend.failure, ForebayError):
+        raise backend.failure
+    click.echo(f"error: {backend.failure.message}", err=True)
+    return 1
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    """Both signals are a Ctrl-C while no server runs. (One that runs has its own handlers: it drains, then raises
+    the signal again, which ends up here.)"""
+    raise KeyboardInterrupt
+
+
+def check_exposure(settings: ServerSettings) -> None:
+    """Refuse to be open to the network without a key. Names other than localhost count as open: who knows what
+    they resolve to tomorrow."""
+    try:
+        loopback = ipaddress.ip_address(settings.host).is_loopback
+    except ValueError:
+        loopback = settings.host == "localhost"
+    if not loopback and settings.api_key is None:
+        raise SettingsError(
+            f"{settings.host} is open to the network: set --api-key (or FOREBAY_API_KEY), or listen on 127.0.0.1",
+            param="host",
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: clients are refused, not left hanging, until the server is up."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}", param="host") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}", param="port") from None
+    return listener
+
+
+def _files(settings: Settings) -> catalog.ModelFiles:
+    """The model's files; a catalog name that is not here yet is pulled."""
+    model, data_dir = settings.paths.model, settings.paths.data_dir
+    try:
+        return catalog.resolve(model, data_dir)
+    except NotFound:
+        if model not in catalog.CATALOG:
+            raise
+        click.echo(f"{model} is not here yet: pulling it into {data_dir}")
+        return catalog.pull(model, data_dir)
+
+
+class _Http(HttpToolsProtocol):
+    """uvicorn's parser has no limit of its own on headers; without one, a client could fill the memory with them."""
+
+    _head = 0
+    _in_head = True
+
+    def on_message_begin(self) -> None:
+        self._head, self._in_head = 0, True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._head += len(data) if self._in_head else 0
+        if self._head > _MAX_HEAD and self._in_head and not self.transport.is_closing():
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            )
+            self.transport.close()
+
+
+class _Backend(LocalBackend):
+    """Remembers why it could not start: the server around it would only log a traceback."""
+
+    failure: Exception | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            return await super().__aenter__()
+        except ForebayError as error:
+            self.failure = error
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
+            raise
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server that says when the engine is ready, and goes down if it cannot start."""
+
+    def __init__(self, backend: _Backend, settings: Settings, listener: socket.socket) -> None:
+        self._app = create_app(backend, settings)
+        super().__init__(
+            uvicorn.Config(
+                self._app,
+                loop="uvloop",
+                http=_Http,
+                ws="none",
+                lifespan="on",
+                backlog=_BACKLOG,
+                # Longer than the 60 s that proxies keep idle connections: else they send into one that just closed.
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=math.ceil(settings.server.drain_timeout),
+                proxy_headers=False,
+                server_header=False,
+                access_log=False,
+                log_config=None,
+            )
+        )
+        self._backend = backend
+        self._settings = settings
+        self._port = listener.getsockname()[1]
+        self._start = time.monotonic()
+
+    async def main_loop(self) -> None:
+        watch = asyncio.create_task(self._announce())
+        try:
+            await super().main_loop()
+        finally:
+            watch.cancel()
+            self._app.state.draining = True
+
+    async def _announce(self) -> None:
+        try:
+            await self._backend.wait_ready()
+            summary(self._backend, self._settings.server, self._port, time.monotonic() - self._start)
+        except Exception as error:
+            self._backend.failure = error
+            self.should_exit = True
+
+
+def summary(backend: LocalBackend, settings: ServerSettings, port: int, seconds: float) -> None:
+    """What runs where, and a first request to paste."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)  # noqa: S104
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    card = backend.card
+    rows = {"model": card.id, **card.summary, "address": url, "ready after": f"{seconds:.1f} s"}
+    width = max(map(len, rows))
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"Forebay {__version__} is ready", style="bold")
+    for name, value in rows.items():
+        console.print(f"  {name:{width}}  {value}")
+    console.print(f"\nTry it:\n\n{first_request(url, card.id, with_key=settings.api_key is not None)}\n")
+    console.file.flush()
+
+
+def first_request(url: str, model: str, *, with_key: bool) -> str:
+    """A curl command; the key itself is not printed."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    lines = [
+        f"curl {url}/v1/chat/completions",
+        *(['-H "Authorization: Bearer $FOREBAY_API_KEY"'] if with_key else []),
+        "-H 'Content-Type: application/json'",
+        f"-d {shlex.quote(body)}",
+    ]
+    return " \\\n  ".join(lines)

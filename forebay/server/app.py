@@ -1,0 +1,87 @@
+"""The FastAPI application: every route in one table, and the layers around them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from .. import __version__
+from ..admission.gate import Gate
+from ..config import Settings
+from ..contract import Backend
+from .auth import Auth
+from .border import Border
+from .errors import error_response, from_exception
+from .metrics import Metrics
+from .routes import chat, health, models
+from .schemas import ChatCompletionRequest
+
+
+def create_app(backend: Backend, settings: Settings) -> FastAPI:
+    """The server around ``backend``, whose life is the application's.
+
+    ``app.state.draining``: set it True to refuse new chats and turn /ready red; open ones go on.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with backend:
+            gate = Gate(settings.max_queue, lambda: backend.load().credits)
+            backend.watch(gate.pump)
+            app.state.gate = gate
+            app.state.metrics = Metrics(backend.card.id, backend.load, lambda: gate.waiting)
+            yield
+
+    # No /docs page: it loads scripts from another host.
+    app = FastAPI(title="Forebay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.backend = backend
+    app.state.settings = settings
+    app.state.draining = False
+
+    def get(path: str, endpoint: Any) -> None:
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+
+    app.add_api_route(
+        "/v1/chat/completions",
+        chat.create_chat_completion,
+        methods=["POST"],
+        response_model=None,
+        openapi_extra=chat.OPENAPI,
+    )
+    get("/v1/models", models.list_models)
+    get("/v1/models/{model_id:path}", models.get_model)
+    get("/health", health.health)
+    get("/ready", health.ready)
+    get("/metrics", health.metrics)
+
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_exception_handler(HTTPException, _http_error)
+    if settings.server.api_key is not None:
+        app.add_middleware(Auth, routes=app.router.routes, key=settings.server.api_key.get_secret_value())
+    app.add_middleware(Border)  # added last: outermost
+    return app
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: no such route, wrong method."""
+    response = error_response(from_exception(error))
+    if isinstance(error, HTTPException) and error.headers:
+        response.headers.update(error.headers)
+    return response
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document with the request schema, which it cannot see: the handler parses the body itself."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schema = ChatCompletionRequest.model_json_schema(ref_template=chat.SCHEMA_REF)
+        schemas = {**schema.pop("$defs", {}), ChatCompletionRequest.__name__: schema}
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+        app.openapi_schema = document
+    return app.openapi_schema

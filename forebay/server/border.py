@@ -1,0 +1,102 @@
+"""The outermost layer: request id, access line, and an answer for whatever nobody else caught."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from . import errors
+
+_log = logging.getLogger("forebay.access")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_KEY = "forebay.record"
+_CLIENT_GONE = 499  # as nginx logs it; never sent
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What is remembered of one HTTP request until its access line is written.
+
+    ``abort`` drops the connection with whatever is still unsent; None where the server offers no way to.
+    """
+
+    id: str
+    abort: Callable[[], None] | None = None
+    status: int = _CLIENT_GONE
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    record: RequestRecord = scope[_KEY]
+    return record
+
+
+class Border:
+    """ASGI middleware around everything else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = time.monotonic()
+        record = RequestRecord(_request_id(scope), _abort_of(receive))
+        scope[_KEY] = record
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            if started:
+                raise  # the server closes the connection: an answer cut short must not look whole
+            await errors.error_response(errors.from_exception(error))(scope, receive, send_with_id)
+        finally:
+            _log_access(scope, record, time.monotonic() - begun)
+
+
+def _request_id(scope: Scope) -> str:
+    sent = Headers(scope=scope).get("x-request-id", "")
+    return sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+
+
+def _abort_of(receive: Receive) -> Callable[[], None] | None:
+    # ASGI has no word for dropping a connection, and uvicorn closes one only after its buffer is flushed, which
+    # a client that stopped reading never lets happen. uvicorn's receive is a method of an object with the transport.
+    transport = getattr(getattr(receive, "__self__", None), "transport", None)
+    abort: Callable[[], None] | None = getattr(transport, "abort", None)
+    return abort
+
+
+def _log_access(scope: Scope, record: RequestRecord, seconds: float) -> None:
+    path = scope.get("raw_path", b"")[:200].decode("ascii", "backslashreplace")  # still percent-encoded: one line
+    fields = {
+        "method": scope["method"],
+        "path": path,
+        "status": record.status,
+        "ms": round(seconds * 1000, 1),
+        "prompt_tokens": record.prompt_tokens,
+        "completion_tokens": record.completion_tokens,
+        "request_id": record.id,
+    }
+    _log.info("request", extra={"fields": fields})

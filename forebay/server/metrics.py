@@ -1,0 +1,160 @@
+"""Prometheus metrics under the names that dashboards for vLLM already read, and ``forebay:*`` for what is ours.
+
+What the backend says of itself is read from Load at scrape time. What only the front sees (latencies, tokens on
+their way to a client, endings) is counted by one Turn per request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..contract import Busy, Delta, ForebayError, Load
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_GAPS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_SPANS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+
+
+class Metrics:
+    """All metrics of one app. ``waiting()`` is the number of requests in the front's own queue."""
+
+    def __init__(self, model: str, load: Callable[[], Load], waiting: Callable[[], int]) -> None:
+        self.registry = registry = CollectorRegistry()
+        registry.register(_LoadCollector(model, load, waiting))
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["model_name"], registry=registry).labels(model)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, ["model_name"], registry=registry, buckets=buckets).labels(model)
+
+        def by_cause(name: str, text: str, label: str) -> Callable[[str], Counter]:
+            family = Counter(name, text, ["model_name", label], registry=registry)
+            return lambda value: family.labels(model, value)
+
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self.success = by_cause("vllm:request_success", "Requests answered to the end.", "finished_reason")
+        self.rejections = by_cause("vllm:admission_rejections", "Chats refused before their first token.", "reason")
+        self.errors = by_cause("forebay:request_errors", "Chats that failed after they were accepted.", "code")
+        self.cancelled = Counter("forebay:cancelled", "Chats whose client went away or was cut.", registry=registry)
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _WAITS)
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Time between two tokens of a request.", _GAPS)
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SPANS)
+        self.queue_time = histogram("vllm:request_queue_time_seconds", "Arrival to start of prefill.", _WAITS)
+        self.prefill_time = histogram("vllm:request_prefill_time_seconds", "Start of prefill to first token.", _WAITS)
+        self.decode_time = histogram("vllm:request_decode_time_seconds", "First token to last token.", _SPANS)
+        # A series that exists from the start has a rate from its first event on.
+        for finish in ("stop", "length"):
+            self.success(finish)
+        for reason in ("queue_full", "deadline_exceeded", "engine_unavailable"):
+            self.rejections(reason)
+
+    def turn(self, arrival: float) -> Turn:
+        return Turn(self, arrival)
+
+    def rejected(self, error: ForebayError) -> None:
+        self.rejections(error.code or "other").inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class Turn:
+    """Counts one chat request. The first ending counts; a later one is ignored, so that all endings add up.
+
+    ``arrival`` is in seconds on time.monotonic().
+    """
+
+    def __init__(self, metrics: Metrics, arrival: float) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._first: float | None = None
+        self._last = arrival
+        self._ended = False
+
+    def saw(self, delta: Delta) -> None:
+        metrics, now = self._metrics, time.monotonic()
+        if delta.n_tokens > 0:
+            metrics.generation_tokens.inc(delta.n_tokens)
+            if self._first is None:
+                self._first = now
+                metrics.prompt_tokens.inc(delta.usage.prompt_tokens)
+                metrics.ttft.observe(now - self._arrival)
+                metrics.queue_time.observe(max(0.0, delta.started - self._arrival))
+                metrics.prefill_time.observe(max(0.0, now - delta.started))
+            else:
+                gap = (now - self._last) / delta.n_tokens
+                for _ in range(delta.n_tokens):
+                    metrics.itl.observe(gap)
+            self._last = now
+        if delta.finish is not None and self._end():
+            metrics.success(delta.finish).inc()
+            metrics.e2e.observe(now - self._arrival)
+            if self._first is not None:
+                metrics.decode_time.observe(self._last - self._first)
+
+    def failed(self, error: ForebayError) -> None:
+        if self._end():
+            if isinstance(error, Busy) and self._first is None:
+                self._metrics.rejected(error)
+            else:
+                self._metrics.errors(error.code or error.kind).inc()
+
+    def cancelled(self) -> None:
+        if self._end():
+            self._metrics.cancelled.inc()
+
+    def _end(self) -> bool:
+        first, self._ended = not self._ended, True
+        return first
+
+
+class _LoadCollector(Collector):
+    def __init__(self, model: str, load: Callable[[], Load], waiting: Callable[[], int]) -> None:
+        self._model, self._load, self._waiting = model, load, waiting
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # names are fixed; this spares a call of load() at registration
+
+    def collect(self) -> Iterator[Metric]:
+        load, model = self._load(), {"model_name": self._model}
+
+        def gauge(name: str, text: str, value: float, labels: dict[str, str]) -> Metric:
+            family = GaugeMetricFamily(name, text, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            return family
+
+        def counter(name: str, text: str, value: float, labels: dict[str, str]) -> Metric:
+            family = CounterMetricFamily(name, text, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            return family
+
+        pages = sum(load.pages.values())
+        held = pages - load.pages.get("free", 0) - load.pages.get("cached", 0)  # cached pages are given up on demand
+        yield gauge("vllm:num_requests_running", "Requests in the engine's batch.", load.running, model)
+        waiting = self._waiting() + load.waiting
+        yield gauge("vllm:num_requests_waiting", "Requests that wait, in front and engine.", waiting, model)
+        usage = held / pages if pages else 0.0
+        yield gauge("vllm:kv_cache_usage_perc", "Share of the KV pages in use; 1 is all.", usage, model)
+        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", load.prefix_queries, model)
+        yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", load.prefix_hits, model)
+        yield counter("vllm:num_preemptions", "Requests put back to make room.", load.preemptions, model)
+        shape = model | {"block_size": str(load.page_size), "num_gpu_blocks": str(pages)}
+        yield gauge("vllm:cache_config_info", "Shape of the KV cache.", 1, shape)
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens in one engine step.", labels=list(model))
+        buckets = [(str(float(bound)), float(load.step_tokens[bound])) for bound in sorted(load.step_tokens)]
+        steps.add_metric(list(model.values()), [*buckets, ("+Inf", float(load.steps))], load.step_tokens_sum)
+        yield steps
+        state = GaugeMetricFamily("forebay:kv_pages", "KV pages by state.", labels=["state"])
+        for name, count in load.pages.items():
+            state.add_metric([name], count)
+        yield state
+        yield counter("forebay:engine_restarts", "Times the engine was started again.", load.restarts, {})

@@ -1,0 +1,183 @@
+"""A backend that plays a script, and a real uvicorn around it. Everything runs in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import uvicorn
+from fastapi import FastAPI
+
+from forebay.config import AdmissionSettings, EngineSettings, ServerSettings, Settings
+from forebay.contract import ChatRequest, ContextTooLong, Delta, FinishReason, Load, ModelCard, Prepared, Usage
+from forebay.server.app import create_app
+
+MODEL = "scripted"
+ANSWER = ("The ", "capital ", "of ", "France ", "is ", "Paris", ".")
+Script = Callable[[ChatRequest, int], AsyncIterator[Delta]]
+
+
+def say(
+    texts: tuple[str, ...] = ANSWER, *, pause: float = 0.0, finish: FinishReason | None = "stop", first: float = 0.0
+) -> Script:
+    """One token per text, ``pause`` seconds apart, the first after ``first`` seconds."""
+
+    async def play(_request: ChatRequest, n_prompt: int) -> AsyncIterator[Delta]:
+        started = time.monotonic()
+        await asyncio.sleep(first)
+        for i, text in enumerate(texts, 1):
+            end = finish if i == len(texts) else None
+            yield Delta(text, 1, Usage(n_prompt, i, cached_tokens=1), started, end)
+            await asyncio.sleep(pause)
+
+    return play
+
+
+def fail(error: Exception, after: int = 0, pause: float = 0.0) -> Script:
+    """``after`` tokens, then ``error``."""
+
+    async def play(request: ChatRequest, n_prompt: int) -> AsyncIterator[Delta]:
+        if after:
+            async for delta in say(("word ",) * after, finish=None)(request, n_prompt):
+                yield delta
+        await asyncio.sleep(pause)
+        raise error
+
+    return play
+
+
+@dataclass
+class ScriptedBackend:
+    script: Script = field(default_factory=say)
+    capacity: int = 4
+    ready: bool = True
+    state: str = "ready"
+    heartbeat_age: float = 0.0
+    max_context: int = 4096
+    prepare_error: Exception | None = None
+    requests: list[ChatRequest] = field(default_factory=list)
+    running: int = 0
+    opened: int = 0
+    left: list[float] = field(default_factory=list)  # time.monotonic() of each leaving
+    most_running: int = 0
+    entered: bool = False
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+
+    async def __aenter__(self) -> Self:
+        self.entered = True
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.entered = False
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(MODEL, 1_700_000_000, self.max_context, 1000)
+
+    async def prepare(self, request: ChatRequest, resume: object | None = None) -> Prepared:
+        if self.prepare_error is not None:
+            raise self.prepare_error
+        self.requests.append(request)
+        n_tokens = sum(len(m.content.split()) for m in request.messages)
+        if n_tokens + (request.max_tokens or 1) > self.max_context:
+            raise ContextTooLong("too long", param="messages")
+        return Prepared(n_tokens, hashlib.sha256(repr(request).encode()).digest(), request)
+
+    @asynccontextmanager
+    async def open(self, prepared: Prepared, *, deadline: float | None = None) -> AsyncIterator[AsyncIterator[Delta]]:
+        assert isinstance(prepared.order, ChatRequest)
+        self.opened += 1
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            async with contextlib.aclosing(self.script(prepared.order, prepared.n_tokens)) as deltas:  # type: ignore[type-var]
+                yield deltas
+        finally:
+            self.left.append(time.monotonic())
+            self.running -= 1
+            self.changed()
+
+    def load(self) -> Load:
+        return Load(
+            ready=self.ready,
+            state=self.state,
+            running=self.running,
+            credits=self.capacity - self.running,
+            heartbeat_age=self.heartbeat_age,
+            pages={"free": 6, "cached": 1, "pinned": 1, "running": 2},
+            page_size=16,
+            prefix_queries=100,
+            prefix_hits=40,
+            preemptions=3,
+            restarts=2,
+            steps=10,
+            step_tokens={8: 4, 64: 9},
+            step_tokens_sum=321,
+        )
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
+
+    def changed(self) -> None:
+        for callback in self.callbacks:
+            callback()
+
+
+@dataclass
+class Served:
+    url: str
+    port: int
+    app: FastAPI
+    backend: ScriptedBackend
+    server: uvicorn.Server
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield  # the test runner keeps its own handlers
+
+
+@asynccontextmanager
+async def served(
+    backend: ScriptedBackend, *, max_queue: int = 8, queue_timeout: float = 10.0, **server: Any
+) -> AsyncIterator[Served]:
+    settings = Settings(
+        engine=EngineSettings(),
+        admission=AdmissionSettings(max_queue=max_queue, queue_timeout=queue_timeout),
+        server=ServerSettings(**server),
+    )
+    app = create_app(backend, settings)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_config=None, access_log=False, timeout_graceful_shutdown=2
+    )
+    server_ = _Uvicorn(config)
+    task = asyncio.create_task(server_.serve())
+    while not server_.started:
+        assert not task.done(), task.exception()
+        await asyncio.sleep(0.005)
+    port = server_.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Served(f"http://127.0.0.1:{port}", port, app, backend, server_)
+    finally:
+        server_.should_exit = True
+        await task
+    assert not backend.entered
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], **fields}
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
+    """Wait for ``condition``; returns time.monotonic() then."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is awaited has no event
+            await asyncio.sleep(0.002)
+    return time.monotonic()

@@ -27,14 +27,14 @@ class Decoder:
         cos, sin = rope_tables(torch.from_numpy(batch.positions).to(device), self._freqs, dtype)
         x = F.embedding(torch.from_numpy(batch.ids).to(device), weights.embed)
         for i, layer in enumerate(weights.layers):
-            qkv = F.linear(self._norm(x, layer.attn_norm), layer.qkv).view(len(x), -1, spec.head_dim)
+            qkv = layer.qkv(self._norm(x, layer.attn_norm)).view(len(x), -1, spec.head_dim)
             qkv[:, :n_rotated] = rotate(qkv[:, :n_rotated], cos, sin)
             attended = attention.attend(i, qkv[:, : spec.n_heads], qkv[:, spec.n_heads :])
-            x = x + F.linear(attended, layer.out)
-            gate, up = F.linear(self._norm(x, layer.ffn_norm), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + layer.out(attended)
+            gate, up = layer.gate_up(self._norm(x, layer.ffn_norm)).chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up)
         last = x[torch.from_numpy(batch.sample_rows).to(device)]
-        return F.linear(self._norm(last, weights.norm), weights.head).float()
+        return weights.head(self._norm(last, weights.norm)).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)

@@ -6,7 +6,6 @@ per layer and longer ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...catalog import ModelFiles, open_gguf
 from ...contract import Unsupported
+from .linear import Linear, make_linear
 from .spec import ModelSpec
 
 
@@ -24,31 +24,28 @@ class LayerWeights:
     """``qkv`` [(heads + 2 * kv heads) * dim, hidden], ``gate_up`` [2 * ffn, hidden], the rest as named."""
 
     attn_norm: torch.Tensor
-    qkv: torch.Tensor
-    out: torch.Tensor
+    qkv: Linear
+    out: Linear
     ffn_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """``rope_factors`` [dim / 2] divides the rotary frequencies (Llama 3 in GGUF form), or None."""
+    """``embed`` [vocab, hidden]; ``head`` the same weight again where it is tied, laid out for multiplication.
+    ``rope_factors`` [dim / 2] divides the rotary frequencies (Llama 3 in GGUF form), or None."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    head: torch.Tensor
+    head: Linear
     rope_factors: torch.Tensor | None
 
     def n_bytes(self) -> int:
-        seen = {t.data_ptr(): t.numel() * t.element_size() for t in self._all()}
-        return sum(seen.values())
-
-    def _all(self) -> Iterator[torch.Tensor]:
-        yield from (self.embed, self.norm, self.head)
-        for layer in self.layers:
-            yield from (layer.attn_norm, layer.qkv, layer.out, layer.ffn_norm, layer.gate_up, layer.down)
+        linears = [self.head, *(p for w in self.layers for p in (w.qkv, w.out, w.gate_up, w.down))]
+        norms = [self.norm, *(p for w in self.layers for p in (w.attn_norm, w.ffn_norm))]
+        return sum(t.numel() * t.element_size() for t in (self.embed, *norms)) + sum(p.n_bytes for p in linears)
 
 
 class Source(Protocol):
@@ -79,8 +76,8 @@ def load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, device:
     def get(name: str) -> torch.Tensor:
         return source.get(name, shapes[name]).to(dtype)
 
-    def fuse(*names: str) -> torch.Tensor:
-        return torch.cat([get(name) for name in names]).to(device)
+    def linear(*names: str) -> Linear:
+        return make_linear(torch.cat([get(name) for name in names]).to(device))
 
     layers = []
     for i in range(spec.n_layers):
@@ -89,15 +86,15 @@ def load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, device:
         layers.append(
             LayerWeights(
                 attn_norm=get(at + "input_layernorm.weight").to(device),
-                qkv=fuse(attn + "q_proj.weight", attn + "k_proj.weight", attn + "v_proj.weight"),
-                out=get(attn + "o_proj.weight").to(device),
+                qkv=linear(attn + "q_proj.weight", attn + "k_proj.weight", attn + "v_proj.weight"),
+                out=linear(attn + "o_proj.weight"),
                 ffn_norm=get(at + "post_attention_layernorm.weight").to(device),
-                gate_up=fuse(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-                down=get(mlp + "down_proj.weight").to(device),
+                gate_up=linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+                down=linear(mlp + "down_proj.weight"),
             )
         )
     embed = get("model.embed_tokens.weight").to(device)
-    head = get("lm_head.weight").to(device) if untied else embed
+    head = linear("lm_head.weight") if untied else make_linear(embed)
     return Weights(embed, tuple(layers), get("model.norm.weight").to(device), head, rope_factors)
 
 

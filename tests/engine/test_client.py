@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -206,6 +207,39 @@ async def test_stop_leaves_no_process(plain: tuple[ModelFiles, Judge]) -> None:
     assert not psutil.pid_exists(pid)
     _, last = await finish(stream)
     assert last.end is End.ERROR
+
+
+ORPHAN = """
+import asyncio, sys
+from pathlib import Path
+from forebay.config import EngineSettings
+from forebay.engine.client import EngineClient
+
+async def main():
+    settings = EngineSettings(dtype="float32", device="cpu", kv_memory=2**24, threads=1)
+    client = EngineClient(("tiny", "hf", Path(sys.argv[1])), settings)
+    await client.start()
+    await client.wait_ready()
+    print(client.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_the_engine_dies_with_the_front(plain: tuple[ModelFiles, Judge]) -> None:
+    front = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ORPHAN, str(plain[0].path), stdout=asyncio.subprocess.PIPE
+    )
+    assert front.stdout
+    pid = int(await asyncio.wait_for(front.stdout.readline(), 60))
+    assert psutil.pid_exists(pid)
+    front.kill()
+    await front.wait()
+    end = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.05)
 
 
 def test_messages_survive_any_cut_of_the_stream() -> None:

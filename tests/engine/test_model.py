@@ -19,6 +19,7 @@ from forebay.config import EngineSettings
 from forebay.contract import Unsupported
 from forebay.engine.kv.capacity import pages_of
 from forebay.engine.loop import Engine
+from forebay.engine.model.linear import Packed, Plain, make_linear
 from forebay.engine.runner import ModelRunner, build
 from forebay.engine.scheduler import Step, Work
 from forebay.engine.sequence import GenSpec, Sequence
@@ -85,6 +86,29 @@ def test_bfloat16_is_close(plain: tuple[ModelFiles, Judge]) -> None:
     runner = build(files, EngineSettings(dtype="bfloat16", device="cpu", kv_memory=2**26)).runner
     difference = (last_logits(runner, prompt(60)) - judge.logits(prompt(60))[-1]).abs().max()
     assert 0 < difference < 0.5
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 70])
+def test_packed_and_plain_linear_agree(rows: int) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 64), torch.randn(rows, 64)
+    plain, packed = Plain(weight)(x), Packed(weight)(x)
+    torch.testing.assert_close(packed, plain, atol=1e-4, rtol=0)
+    torch.testing.assert_close(plain, (x.double() @ weight.double().T).float(), atol=1e-4, rtol=0)
+
+
+def test_without_the_packed_form_the_plain_one_serves(
+    plain: tuple[ModelFiles, Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("not on this CPU")
+
+    monkeypatch.setattr(Packed, "__init__", refuse)
+    assert isinstance(make_linear(torch.ones(2, 2)), Plain)
+    files, judge = plain
+    torch.testing.assert_close(
+        last_logits(build_float32(files), prompt(40)), judge.logits(prompt(40))[-1], atol=TOLERANCE, rtol=0
+    )
 
 
 def edit_config(folder: Path, **changes: object) -> None:

@@ -178,6 +178,6 @@ def body(**fields: Any) -> dict[str, Any]:
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
     """Wait for ``condition``; returns time.monotonic() then."""
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what is awaited has no event
+        while not condition():
             await asyncio.sleep(0.002)
     return time.monotonic()

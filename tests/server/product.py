@@ -80,29 +80,8 @@ def metrics(text: str) -> dict[str, float]:
 
 def words(n: int, seed: int) -> str:
     """Plain English of about ``n`` tokens, another one for each seed."""
-    some = [
-        "the",
-        "order",
-        "has",
-        "not",
-        "arrived",
-        "yet",
-        "please",
-        "tell",
-        "me",
-        "when",
-        "my",
-        "parcel",
-        "will",
-        "come",
-        "and",
-        "where",
-        "it",
-        "is",
-        "now",
-        "thank",
-        "you",
-    ]
+    text = "the order has not arrived yet please tell me when my parcel will come and where it is now thank you"
+    some = text.split()
     return " ".join(some[(i * i + seed * (i + 3)) % len(some)] for i in range(n))
 
 

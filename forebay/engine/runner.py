@@ -82,8 +82,9 @@ class ModelRunner:
 
 
 def _dummy(start: int, count: int, n_pages: int) -> Work:
-    seq = Sequence.of(GenSpec(id=0, ids=[0] * (start + count), max_tokens=1), arrival=0)
-    seq.table = [page % n_pages for page in range(pages_of(start + count))]
+    ids = [0] * (start + count)
+    table = [page % n_pages for page in range(pages_of(len(ids)))]
+    seq = Sequence(GenSpec(id=0, ids=ids, max_tokens=1), arrival=0, ids=ids, table=table)
     return Work(seq, start, count, samples=True)
 
 

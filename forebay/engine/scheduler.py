@@ -94,8 +94,16 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def credits(self) -> int:
-        """How many more orders could start soon: free slots less those already waiting for one."""
-        return self.max_batch - len(self.running) - len(self.waiting)
+        """How many more orders could start soon: free slots less those already waiting for one, and no more than
+        the predicted free pages hold, going by the sequences that are here. Negative: too many wait already."""
+        here = [*self.running, *self.waiting]
+        slots = self.max_batch - len(here)
+        if not here:
+            return slots
+        loads = [(len(seq.ids), self._to_come(seq)) for seq in here]
+        free = self._room - (predicted_peak(loads) - self._shared_pages())
+        typical = max(1, sum(pages_of(now + to_come) for now, to_come in loads) // len(loads))
+        return min(slots, free // typical)
 
     # ---- plan
 
@@ -200,9 +208,8 @@ class Scheduler:
 
     def _fits(self, seq: Sequence, path: list[Node]) -> bool:
         """Whether the predicted peak with ``seq`` (whose first pages are ``path``) stays inside the pool."""
-        room = self.pages.total - self.pages.pinned
-        tables = sum(len(s.table) for s in self.running)
-        shared = tables - self.pages.running + sum(self.pages.refs(node.page) > 0 for node in path)
+        room = self._room
+        shared = self._shared_pages() + sum(self.pages.refs(node.page) > 0 for node in path)
         loads = [(len(s.ids), self._to_come(s)) for s in (*self.running, seq)]
         if predicted_peak(loads) - shared > room:
             return False
@@ -210,6 +217,15 @@ class Scheduler:
             return True
         # A second preemption is not allowed: everything that may not be preempted must fit to its very end.
         return sum(pages_of(len(s.ids) + s.remaining) for s in (*self.running, seq) if s.preempted) <= room
+
+    @property
+    def _room(self) -> int:
+        """Pages that sequences could have between them."""
+        return self.pages.total - self.pages.pinned
+
+    def _shared_pages(self) -> int:
+        """By how much the tables' lengths count shared pages too often."""
+        return sum(len(seq.table) for seq in self.running) - self.pages.running
 
     def _to_come(self, seq: Sequence) -> int:
         if seq.preempted:

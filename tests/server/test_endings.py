@@ -85,7 +85,7 @@ async def test_failure_before_the_first_token_has_its_status(
             assert response.headers["retry-after"] == ("3" if code == "engine_unavailable" else "1")
 
 
-async def test_law8_failure_after_the_first_token_is_a_frame_without_done() -> None:
+async def test_law_8_failure_after_the_first_token_is_a_frame_without_done() -> None:
     async with world(fail(EngineFailure("broken"), after=3)) as (running, client):
         response = await client.post(CHAT, json=body(stream=True))
         assert response.status_code == 200
@@ -98,7 +98,7 @@ async def test_law8_failure_after_the_first_token_is_a_frame_without_done() -> N
         assert count(running, "forebay:request_errors_total", code="engine_failure") == 2
 
 
-async def test_law8_hold_over_then_comments_then_the_answer() -> None:
+async def test_law_8_hold_over_then_comments_then_the_answer() -> None:
     async with world(say(first=0.5), stream_hold=0.1, keep_alive=0.1) as (_, client):
         begun = time.monotonic()
         async with client.stream("POST", CHAT, json=body(stream=True)) as response:
@@ -110,7 +110,7 @@ async def test_law8_hold_over_then_comments_then_the_answer() -> None:
         assert text.count('"role":"assistant"') == 1
 
 
-async def test_law8_within_the_hold_nothing_is_sent() -> None:
+async def test_law_8_within_the_hold_nothing_is_sent() -> None:
     async with world(say(first=0.3), stream_hold=5, keep_alive=0.05) as (_, client):
         begun = time.monotonic()
         async with client.stream("POST", CHAT, json=body(stream=True)) as response:
@@ -118,7 +118,7 @@ async def test_law8_within_the_hold_nothing_is_sent() -> None:
             assert not (await response.aread()).startswith(b":")
 
 
-async def test_law8_failure_after_the_hold_is_a_frame() -> None:
+async def test_law_8_failure_after_the_hold_is_a_frame() -> None:
     async with world(fail(EngineFailure("broken"), pause=0.2), stream_hold=0.05) as (_, client):
         response = await client.post(CHAT, json=body(stream=True))
         assert response.status_code == 200
@@ -259,7 +259,7 @@ async def test_reader_that_stops_reading_is_cut(caplog: pytest.LogCaptureFixture
     assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
-async def test_law1_every_accepted_request_has_one_ending() -> None:
+async def test_law_1_every_accepted_request_has_one_ending() -> None:
     """A mix of all endings; what the metrics count, what clients saw and what the backend saw agree."""
     kinds = [
         say(),

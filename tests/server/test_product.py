@@ -116,7 +116,7 @@ async def test_stop_strings_never_leak(http: httpx.AsyncClient) -> None:
         assert (said, reason) == (before, "stop")
 
 
-async def test_a_crowd_gets_the_answers_that_each_gets_alone(http: httpx.AsyncClient) -> None:
+async def test_laws_9_and_12_a_crowd_gets_the_answers_that_each_gets_alone(http: httpx.AsyncClient) -> None:
     """Law 9 through the whole product, in float32, with bad neighbours in between (law 12)."""
     asked = [words(20 + 11 * i, i) for i in range(12)]
 
@@ -177,7 +177,7 @@ async def test_a_client_that_leaves_is_seen_at_once(http: httpx.AsyncClient, str
     assert time.monotonic() - left < 1.5
 
 
-async def test_a_hundred_random_disconnects_leave_nothing_behind(http: httpx.AsyncClient) -> None:
+async def test_laws_1_and_5_a_hundred_random_disconnects_leave_nothing_behind(http: httpx.AsyncClient) -> None:
     before = await settled(http)
     dice = random.Random(5)
 
@@ -232,7 +232,7 @@ def test_the_front_has_no_torch(served: Product) -> None:
     assert loaded(served.engine().pid)
 
 
-async def test_kill_9_of_the_engine_during_16_streams(served: Product, http: httpx.AsyncClient) -> None:
+async def test_law_1_kill_9_of_the_engine_during_16_streams(served: Product, http: httpx.AsyncClient) -> None:
     """Last in this file: it costs the server a restart."""
     began = asyncio.Semaphore(0)
 
@@ -270,7 +270,7 @@ async def test_kill_9_of_the_engine_during_16_streams(served: Product, http: htt
     assert "starting it again" in served.log.read_text()
 
 
-async def test_a_full_queue_says_busy_at_once(demo_model: ModelFiles, tmp_path: Path) -> None:
+async def test_law_7_a_full_queue_says_busy_at_once(demo_model: ModelFiles, tmp_path: Path) -> None:
     """Law 7, and the promise of the queue: exactly what fits is served, the rest is told to come back."""
     options = ["--kv-memory", "256MiB", "--max-batch", "2", "--max-queue", "3"]
     with product(demo_model.id, tmp_path, *options) as small:

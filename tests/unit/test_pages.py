@@ -30,7 +30,7 @@ def grow(pages: Pages, tree: PrefixTree, *keys: int, salt: str = "") -> tuple[li
     return table, path
 
 
-def test_a_page_is_in_one_state_and_they_add_up() -> None:
+def test_law_5_a_page_is_in_one_state_and_they_add_up() -> None:
     pages = Pages(8)
     tree = PrefixTree(pages)
     table, path = grow(pages, tree, 1, 2, 3)
@@ -106,7 +106,7 @@ def test_misuse_is_an_error_not_a_wrong_count() -> None:
         pages.share(table)
 
 
-def test_check_sees_a_leak() -> None:
+def test_law_5_check_sees_a_leak() -> None:
     pages = Pages(4)
     pages.take(1)
     with pytest.raises(RuntimeError, match="page 0"):

@@ -46,6 +46,26 @@ def test_the_gate_calls_its_clock_and_no_other() -> None:
     assert not calls
 
 
+ENGINE = sorted((ROOT / "engine").rglob("*.py"))
+#: Who may write what: attributes of a Sequence, and the two calls that change the scheduler's mind.
+WRITERS = {"scheduler.py", "sequence.py"}
+SEQUENCE = {"computed", "table", "inserted", "node", "cached", "started", "preempted", "cancelled", "state"}
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_law_2_only_the_loop_and_its_scheduler_touch_engine_state(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value).split(".")[-1] in {"seq", "sequence"}:
+                assert path.name in WRITERS or target.attr not in SEQUENCE, ast.unparse(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in {"plan", "commit"}:
+                assert path.name == "loop.py", ast.unparse(node)
+            if node.func.attr in {"take", "share", "drop", "keep", "forget"}:
+                assert path.parent.name == "kv" or path.name == "scheduler.py", ast.unparse(node)
+
+
 #: Law 11, as far as there is anything to unpickle: these never appear.
 LOADERS = ("pickle", "marshal", "shelve", "dill", "yaml")
 

@@ -61,7 +61,7 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
     assert h.tokens(2) == expected(GenSpec(2, list(range(32)), 3))
 
 
-def test_two_at_once_with_one_prompt_end_on_the_same_pages() -> None:
+def test_law_4_two_at_once_with_one_prompt_end_on_the_same_pages() -> None:
     """Law 4 through the scheduler: duplicates computed side by side become one."""
     h = Harness(n_pages=100, max_batch=4, token_budget=256)
     h.submit(GenSpec(1, list(range(40)), 20))
@@ -225,8 +225,30 @@ def test_legal_transitions_only() -> None:
         seq.move(State.RUNNING)
 
 
+def test_law_7_credits_go_by_slots_and_by_predicted_pages() -> None:
+    h = Harness(n_pages=100, max_batch=8, token_budget=512)
+    assert h.scheduler.credits() == 8
+    for id in range(3):
+        h.submit(order(id, n_prompt=40, max_tokens=40))
+    h.step()
+    assert h.scheduler.credits() == 5
+    # A pool for six of them: slots are free, pages are not.
+    h = Harness(n_pages=31, max_batch=8, token_budget=512)
+    for id in range(3):
+        h.submit(order(id, n_prompt=40, max_tokens=40))
+    h.step()
+    assert h.scheduler.credits() in (2, 3)
+    for id in range(3, 8):
+        h.submit(order(id, n_prompt=40, max_tokens=40))
+    h.step()
+    assert h.scheduler.waiting
+    assert h.scheduler.credits() < 0
+    h.run()
+    assert h.scheduler.credits() == 8
+
+
 class Histories(RuleBasedStateMachine):
-    """Any interleaving of orders, cancels, steps and bad guesses: laws 1 to 6 hold and every answer is right."""
+    """Any interleaving of orders, cancels, steps and bad guesses: laws 1 and 3 to 6 hold, every answer is right."""
 
     @initialize(n_pages=st.integers(4, 40), max_batch=st.integers(1, 6), budget=st.sampled_from([8, 16, 40, 200]))
     def start(self, n_pages: int, max_batch: int, budget: int) -> None:
@@ -308,7 +330,7 @@ class Histories(RuleBasedStateMachine):
         assert scheduler.pages.free == scheduler.pages.total
 
 
-TestHistories = Histories.TestCase
-TestHistories.settings = settings(
+TestLaws1And3To6 = Histories.TestCase
+TestLaws1And3To6.settings = settings(
     max_examples=500, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

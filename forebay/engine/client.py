@@ -23,7 +23,7 @@ from typing import Any
 from ..config import EngineSettings
 from ..contract import EngineFailure, EngineUnavailable, Load, Unsupported
 from .sequence import Emit, End, GenSpec
-from .wire import Cancel, Failed, Frame, Hello, Stop, Submit, ToEngine, Unpacker, pack, to_front
+from .wire import Cancel, Failed, Frame, Hello, Submit, ToEngine, Unpacker, pack, to_front
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,11 @@ class EngineClient:
         """Run the child again and again, with back-off, until stopped or beyond hope."""
         fruitless = 0
         while True:
-            reason = await self._run_once()
+            try:
+                reason = await self._run_once()
+            except Exception as error:
+                log.exception("the engine's end in the front failed")
+                reason = f"{type(error).__name__}: {error}"
             was_ready, self.hello = self.hello is not None, None
             self._close_books(reason)
             fruitless = 0 if was_ready else fruitless + 1
@@ -216,8 +220,6 @@ class EngineClient:
         try:
             return await self._read(reader)
         finally:
-            if self.hello is not None and self.state == "stopped":
-                self._send(Stop())
             self._writer.close()
             self._writer = None
             self.pid = None

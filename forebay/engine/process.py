@@ -23,7 +23,7 @@ from .kv.pages import PAGE_SIZE
 from .loop import Engine
 from .runner import build
 from .scheduler import Scheduler
-from .wire import Cancel, Failed, Hello, Stop, Submit, ToFront, Unpacker, pack, to_engine
+from .wire import Cancel, Failed, Hello, Submit, ToFront, Unpacker, pack, to_engine
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Gone(Exception):
-    """The front closed the socket or asked to stop."""
+    """The front closed the socket."""
 
 
 class Link:
@@ -120,8 +120,6 @@ def serve(engine: Engine, link: Link) -> None:
                     engine.submit(spec)
                 case Cancel(id):
                     engine.cancel(id)
-                case Stop():
-                    raise Gone
         now = time.monotonic()
         if engine.has_work:
             link.send(engine.step())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,8 +90,8 @@ def _dummy(start: int, count: int, n_pages: int) -> Work:
 def build(files: ModelFiles, settings: EngineSettings) -> Built:
     """Load the model and make its pool. Raises Unsupported for what cannot be served, before weights load."""
     device = _device(settings.device)
-    if device.type == "cpu":
-        torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     spec = read_spec(read_meta(files))
     dtype = _dtype(settings.dtype, device)
     if settings.max_context > spec.max_context:

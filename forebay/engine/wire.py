@@ -1,7 +1,7 @@
 """The wall between front and engine: one msgpack message each way per step, length-prefixed, over a local socket.
 
-front -> engine: Submit, Cancel, Stop.   engine -> front: Hello (once, when warm), Frame (each step, and twice a
-second when idle: the heartbeat), Failed (it cannot start).
+front -> engine: Submit, Cancel. engine -> front: Hello (once, when warm), Frame (each step, and twice a second when
+idle: the heartbeat), Failed (it cannot start). A closed socket ends the engine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
     id: int
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """End what runs and leave."""
-
-
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The engine is warm. ``summary`` maps a label to a human line; ``max_context`` is what the pool can hold."""
 
     n_pages: int
@@ -40,7 +36,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=4):
     summary: dict[str, str]
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class Frame(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """News of one step. ``received`` counts all Submits ever seen, so that the front knows what is in transit;
     the other numbers are those after the step; counters are cumulative. ``step_tokens`` 0: a heartbeat."""
 
@@ -57,14 +53,14 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag=5):
     step_tokens: int
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The engine cannot start. ``unsupported``: the model or a setting is at fault, trying again is no use."""
 
     detail: str
     unsupported: bool
 
 
-ToEngine = Submit | Cancel | Stop
+ToEngine = Submit | Cancel
 ToFront = Hello | Frame | Failed
 
 _encode = msgspec.msgpack.Encoder().encode

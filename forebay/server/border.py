@@ -99,4 +99,6 @@ def _log_access(scope: Scope, record: RequestRecord, seconds: float) -> None:
         "completion_tokens": record.completion_tokens,
         "request_id": record.id,
     }
-    _log.info("request", extra={"fields": fields})
+    # Probes and scrapes come every second and say nothing while all is well.
+    quiet = record.status == 200 and path in ("/health", "/ready", "/metrics")
+    _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})

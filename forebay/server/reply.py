@@ -111,11 +111,10 @@ class ChatReply(Response):
 
         async def take(delta: Delta) -> None:
             nonlocal head
-            frames, head = head, b""
-            if delta.text:
-                frames += chunks.text(delta.text)
-            if frames:
-                await wire.write(frames)
+            # A frame even without text (half a character, a held-back stop string, the end-of-turn token): a client
+            # that times frames then times tokens.
+            frames, head = head + chunks.text(delta.text), b""
+            await wire.write(frames)
 
         finish, usage = await self._run(record, take)
         frames = chunks.finish(finish)

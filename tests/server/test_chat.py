@@ -116,14 +116,13 @@ async def test_usage_chunk(client: httpx.AsyncClient) -> None:
     assert all(frame["usage"] is None for frame in frames)
 
 
-async def test_empty_deltas_send_no_frame() -> None:
+async def test_every_delta_is_one_frame() -> None:
     texts = ("", "日", "", "本\n\ndata: x\r", "", "\u2028")
     backend = ScriptedBackend(say(texts, finish="length"))
     async with served(backend) as running, httpx.AsyncClient(base_url=running.url) as client:
         _, frames = await stream_frames(client)
         deltas = [frame["choices"][0]["delta"] for frame in frames[:-1]]
-        assert [d["content"] for d in deltas if d.get("content")] == ["日", "本\n\ndata: x\r", "\u2028"]
-        assert len(deltas) == 5
+        assert deltas == [{"role": "assistant", "content": ""}, *({"content": text} for text in texts), {}]
         assert frames[-2]["choices"][0]["finish_reason"] == "length"
 
 

@@ -129,7 +129,7 @@ class LocalBackend:
             temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
-            seed=secrets.randbits(63) if request.seed is None else request.seed,
+            seed=_seed(request),
             stop_ids=sorted({*request.stop_token_ids, *(() if request.ignore_eos else self._meta.eos_ids)}),
             salt=request.salt,
         )
@@ -148,6 +148,13 @@ class LocalBackend:
         finally:
             self._client.release(stream)
             await deltas.aclose()
+
+
+def _seed(request: ChatRequest) -> int:
+    """Greedy answers need none, and must not differ in their key for it."""
+    if request.temperature == 0:
+        return 0
+    return secrets.randbits(63) if request.seed is None else request.seed
 
 
 async def _deltas(stream: Stream, detokenizer: Detokenizer) -> AsyncGenerator[Delta]:

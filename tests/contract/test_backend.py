@@ -1,0 +1,219 @@
+"""What every Backend owes the server, shown on LocalBackend over a tiny model in a Hugging Face directory.
+
+(A backend for an upstream server will be a second parameter of the same suite.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tiny import Judge
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from forebay.backends.local import LocalBackend
+from forebay.catalog import ModelFiles, read_meta
+from forebay.config import EngineSettings, Settings
+from forebay.contract import (
+    ChatRequest,
+    ContextTooLong,
+    DeadlineExceeded,
+    Delta,
+    EngineUnavailable,
+    InvalidRequest,
+    Message,
+)
+from forebay.text.detokenize import Detokenizer
+from forebay.text.template import ChatTemplate
+from forebay.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.anyio
+VOCAB = 330  # wider than the tokenizer, as padded vocabularies are
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, Judge]:
+    folder = tmp_path_factory.mktemp("tiny-chat")
+    inner = tiny_models.byte_level()
+    inner.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        eos_token_id=inner.token_to_id("<|im_end|>"),
+        bos_token_id=None,
+    )
+    judge = LlamaForCausalLM(config).eval()
+    judge.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return ModelFiles("tiny-chat", "hf", folder), Judge(judge)
+
+
+def local(files: ModelFiles) -> LocalBackend:
+    engine = EngineSettings(dtype="float32", device="cpu", kv_memory=2**22, threads=1, max_batch=2)
+    return LocalBackend(files, Settings(engine=engine))
+
+
+@pytest.fixture(scope="module")
+async def backend(model: tuple[ModelFiles, Judge]) -> AsyncIterator[LocalBackend]:
+    async with local(model[0]) as running:
+        await running.wait_ready()
+        yield running
+
+
+def ask(text: str = "the quick brown fox", **more: Any) -> ChatRequest:
+    return ChatRequest(**{"messages": (Message("user", text),), "max_tokens": 24, "temperature": 0.0, **more})
+
+
+async def run(backend: LocalBackend, request: ChatRequest, **more: Any) -> list[Delta]:
+    prepared = await backend.prepare(request)
+    async with backend.open(prepared, **more) as deltas:
+        return [delta async for delta in deltas]
+
+
+async def idle(backend: LocalBackend) -> None:
+    end = time.monotonic() + 10
+    while (load := backend.load()).running or load.waiting or load.pages["running"]:
+        assert time.monotonic() < end, load
+        await asyncio.sleep(0.02)
+
+
+def judged(model: tuple[ModelFiles, Judge], text: str, n: int) -> tuple[int, list[int], Tokenizer]:
+    """(prompt tokens, the greedy answer of transformers, the tokenizer)."""
+    files, judge = model
+    meta = read_meta(files)
+    tokenizer = Tokenizer.load(files, meta)
+    ids = ChatTemplate.of(meta).encode(tokenizer, [Message("user", text)])
+    return len(ids), judge.greedy(ids, n), tokenizer
+
+
+async def test_text_is_what_transformers_generates(backend: LocalBackend, model: tuple[ModelFiles, Judge]) -> None:
+    n_prompt, tokens, tokenizer = judged(model, "the lazy dog", 24)
+    deltas = await run(backend, ask("the lazy dog", ignore_eos=True))
+    text = Detokenizer(tokenizer)
+    assert "".join(d.text for d in deltas) == text.push(tokens) + text.finish()
+    assert sum(d.n_tokens for d in deltas) == 24
+    assert [d.finish for d in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert (deltas[-1].usage.prompt_tokens, deltas[-1].usage.completion_tokens) == (n_prompt, 24)
+    assert 0 < deltas[0].started <= time.monotonic()
+    again = await run(backend, ask("the lazy dog", ignore_eos=True))
+    assert again[-1].usage.cached_tokens == (n_prompt - 1) // 16 * 16
+
+
+async def test_the_token_that_stops_is_counted_but_is_no_text(
+    backend: LocalBackend, model: tuple[ModelFiles, Judge]
+) -> None:
+    _, tokens, tokenizer = judged(model, "over", 24)
+    stop = next(t for i, t in enumerate(tokens) if i > 3 and tokenizer.token_bytes(t).isascii())
+    n = tokens.index(stop) + 1
+    deltas = await run(backend, ask("over", ignore_eos=True, stop_token_ids=(stop,)))
+    text = Detokenizer(tokenizer)
+    assert "".join(d.text for d in deltas) == text.push(tokens[: n - 1]) + text.finish()
+    assert deltas[-1].finish == "stop"
+    assert deltas[-1].usage.completion_tokens == n
+
+
+async def test_a_stop_string_ends_the_work_too(backend: LocalBackend) -> None:
+    whole = "".join(d.text for d in await run(backend, ask(max_tokens=60, ignore_eos=True)))
+    stop = next(c for c in whole[5:] if c.isascii())
+    deltas = await run(backend, ask(max_tokens=400, ignore_eos=True, stop=(stop,)))
+    assert "".join(d.text for d in deltas) == whole[: whole.index(stop)]
+    assert deltas[-1].finish == "stop"
+    await idle(backend)
+
+
+async def test_leaving_is_the_cancel(backend: LocalBackend) -> None:
+    for read in (0, 1, 5):
+        prepared = await backend.prepare(ask(max_tokens=400, ignore_eos=True))
+        async with backend.open(prepared) as deltas, aclosing(deltas):  # type: ignore[type-var]
+            for _ in range(read):
+                await anext(deltas)
+        await idle(backend)
+
+
+async def test_what_does_not_fit_names_its_field(backend: LocalBackend) -> None:
+    limit = backend.card.max_context
+    for request, error, field in (
+        (ask("fox " * limit), ContextTooLong, "messages"),
+        (ask("fox " * (40 * limit)), ContextTooLong, "messages"),
+        (ask(max_tokens=limit), ContextTooLong, "max_tokens"),
+        (ask(min_tokens=30), InvalidRequest, "min_tokens"),
+    ):
+        with pytest.raises(error) as caught:
+            await backend.prepare(request)
+        assert caught.value.param == field
+    fitting = await backend.prepare(ask(max_tokens=None))
+    assert 0 < fitting.n_tokens < limit
+
+
+async def test_keys_tell_requests_apart(backend: LocalBackend) -> None:
+    async def key(**more: Any) -> bytes:
+        return (await backend.prepare(ask(**more))).key
+
+    assert await key() == await key()
+    others = [
+        await key(**{name: value}) for name, value in (("max_tokens", 4), ("stop", ("x",)), ("salt", "t"), ("top_k", 3))
+    ]
+    assert len({await key(), *others}) == 5
+    assert await key(seed=1) == await key(seed=2)  # greedy: the seed decides nothing
+    hot = {"temperature": 1.0}
+    assert await key(**hot) != await key(**hot)  # no seed: another draw each time
+    assert await key(**hot, seed=1) == await key(**hot, seed=1) != await key(**hot, seed=2)
+
+
+async def test_a_deadline_in_the_engines_queue(backend: LocalBackend) -> None:
+    long = [await backend.prepare(ask(text, max_tokens=400, ignore_eos=True)) for text in ("a", "b")]
+    async with backend.open(long[0]) as one, backend.open(long[1]) as two:
+        await anext(one)
+        await anext(two)
+        with pytest.raises(DeadlineExceeded):
+            await run(backend, ask(), deadline=time.monotonic() + 0.02)
+    await idle(backend)
+
+
+async def test_before_it_is_ready(model: tuple[ModelFiles, Judge]) -> None:
+    async with local(model[0]) as starting:
+        assert not starting.load().ready
+        assert starting.load().credits <= 0
+        prepared = await starting.prepare(ask())
+        with pytest.raises(EngineUnavailable):
+            async with starting.open(prepared):
+                pass
+        assert starting.card.id == "tiny-chat"
+
+
+async def test_watchers_hear_of_every_change(backend: LocalBackend) -> None:
+    heard: list[int] = []
+    backend.watch(lambda: heard.append(backend.load().running))
+    await run(backend, ask(max_tokens=5, ignore_eos=True))
+    assert 1 in heard
+
+
+def test_a_model_without_a_template_is_refused(model: tuple[ModelFiles, Judge], tmp_path: Path) -> None:
+    for file in model[0].path.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(Exception, match="chat template"):
+        ChatTemplate.of(read_meta(ModelFiles("bare", "hf", tmp_path)))

@@ -108,6 +108,15 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request that does not say is sampled with: the model's own recommendation, or else OpenAI's defaults."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """One validated chat request, still text.
 
@@ -198,6 +207,7 @@ class ModelCard:
     created: int
     max_context: int
     vocab_size: int
+    sampling: SamplingDefaults = SamplingDefaults()
     summary: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -85,6 +85,7 @@ class LocalBackend:
             created=self._created,
             max_context=hello.max_context if hello else self._meta.context_length,
             vocab_size=self._meta.vocab_size,
+            sampling=self._meta.sampling,
             summary=hello.summary if hello else {},
         )
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contract import Unsupported
+from ..contract import SamplingDefaults, Unsupported
 from .files import ModelFiles, open_gguf
+from .names import CATALOG
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -30,7 +31,7 @@ class ModelMeta:
     ``context_length`` is in tokens. ``vocab_size`` is the width of the logits and may exceed the tokenizer's. Any of
     ``eos_ids`` ends an answer. ``add_bos``: a prompt starts with ``bos_id``. ``raw`` holds the GGUF fields by key,
     without the tokenizer's arrays, or config.json as it is. ``bos_token`` and ``eos_token`` are what the chat
-    template calls by these names ("" if the model has none).
+    template calls by these names ("" if the model has none). ``sampling``: what the model recommends.
     """
 
     architecture: str
@@ -43,11 +44,15 @@ class ModelMeta:
     raw: Mapping[str, Any]
     bos_token: str = ""
     eos_token: str = ""
+    sampling: SamplingDefaults = SamplingDefaults()
 
 
 def read_meta(files: ModelFiles) -> ModelMeta:
     """Raises Unsupported naming the file and the key that is missing or wrong."""
-    return _read_gguf(files.path) if files.kind == "gguf" else _read_hf(files.path)
+    if files.kind == "hf":
+        return _read_hf(files.path)
+    known = CATALOG.get(files.id)
+    return _read_gguf(files.path, known.sampling if known else SamplingDefaults())
 
 
 class _Keys:
@@ -84,7 +89,7 @@ class _Keys:
         return tuple(ids)
 
 
-def _read_gguf(path: Path) -> ModelMeta:
+def _read_gguf(path: Path, sampling: SamplingDefaults) -> ModelMeta:
     reader = open_gguf(path)
     arrays = {key for key, field in reader.fields.items() if key.startswith("tokenizer.") and len(field.data) > 1}
     try:
@@ -122,6 +127,21 @@ def _read_gguf(path: Path) -> ModelMeta:
         raw=raw,
         bos_token=token(bos[0]) if bos else "",
         eos_token=token(eos_ids[0]),
+        sampling=_sampling(keys, {name: f"general.sampling.{name}" for name in ("temp", "top_k", "top_p")}, sampling),
+    )
+
+
+def _sampling(keys: _Keys, names: Mapping[str, str], otherwise: SamplingDefaults) -> SamplingDefaults:
+    """The model's recommendation under the file's own ``names``; what is missing or out of range is ``otherwise``."""
+
+    def pick(name: str, low: float, high: float, default: float) -> float:
+        value = keys.table.get(names[name])
+        return value if isinstance(value, int | float) and low <= value <= high else default
+
+    return SamplingDefaults(
+        temperature=float(pick("temp", 0, 2, otherwise.temperature)),
+        top_k=int(pick("top_k", 0, 2**31 - 1, otherwise.top_k)),
+        top_p=float(pick("top_p", 1e-6, 1, otherwise.top_p)),
     )
 
 
@@ -153,6 +173,7 @@ def _read_hf(path: Path) -> ModelMeta:
         raw=config.table,
         bos_token=bos_token,
         eos_token=_token_text(tokenizer.table.get("eos_token")),
+        sampling=_sampling(generation, {"temp": "temperature", "top_k": "top_k", "top_p": "top_p"}, SamplingDefaults()),
     )
 
 

@@ -6,12 +6,13 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..contract import NotFound
+from ..contract import NotFound, SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One model inside a wheel: ``member`` of ``package==version`` has ``size`` bytes; hashes are SHA-256 hex."""
+    """One model inside a wheel: ``member`` of ``package==version`` has ``size`` bytes; hashes are SHA-256 hex.
+    ``sampling`` is what the model's authors recommend: its file does not say."""
 
     package: str
     version: str
@@ -20,6 +21,7 @@ class CatalogEntry:
     size: int
     sha256: str
     license: str
+    sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def file_name(self) -> str:
@@ -38,6 +40,7 @@ CATALOG: dict[str, CatalogEntry] = {
         size=98362432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         license="Apache-2.0",
+        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),  # what its authors sample with
     ),
 }
 

@@ -208,24 +208,29 @@ class EngineClient:
         id, kind, path = self._model
         order = {"id": id, "kind": kind, "path": str(path), "settings": self._settings.model_dump(mode="json")}
         argv = [sys.executable, "-m", "forebay.engine.process", str(theirs.fileno()), json.dumps(order)]
+        child: asyncio.subprocess.Process | None = None
         try:
             # Its own session: a signal to the server's group is the front's to handle, which then stops the child.
             child = await asyncio.create_subprocess_exec(
                 *argv, pass_fds=[theirs.fileno()], start_new_session=True, stdin=asyncio.subprocess.DEVNULL
             )
-        finally:
             theirs.close()
-        self.pid = child.pid
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        try:
+            self.pid = child.pid
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             return await self._read(reader)
         finally:
-            self._writer.close()
+            # Whatever was reached before it failed or was cancelled.
+            theirs.close()
+            if self._writer is None:
+                ours.close()
+            else:
+                self._writer.close()
             self._writer = None
             self.pid = None
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
+            if child is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+                await child.wait()
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
         unpacker = Unpacker()

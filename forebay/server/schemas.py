@@ -152,9 +152,10 @@ class ChatCompletionRequest(_Strict):
     max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Longest answer, in tokens.")
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
     min_tokens: int = Field(0, ge=0, lt=2**31, description="No end of turn and no stop before so many tokens.")
-    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31, description="0 and -1 are off.")
+    # None: as the model recommends (ModelCard.sampling).
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default: the model's own, or 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Default: the model's own, or 1.")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 and -1 are off. Default: the model's own, or 0.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
         list[StopString],
@@ -257,9 +258,9 @@ def _call_of(parsed: ChatCompletionRequest, card: ModelCard, settings: ServerSet
         ),
         max_tokens=max_tokens,
         min_tokens=parsed.min_tokens,
-        temperature=parsed.temperature,
-        top_k=max(0, parsed.top_k),
-        top_p=parsed.top_p,
+        temperature=card.sampling.temperature if parsed.temperature is None else parsed.temperature,
+        top_k=card.sampling.top_k if parsed.top_k is None else max(0, parsed.top_k),
+        top_p=card.sampling.top_p if parsed.top_p is None else parsed.top_p,
         seed=parsed.seed,
         stop=tuple(parsed.stop),
         stop_token_ids=tuple(parsed.stop_token_ids),

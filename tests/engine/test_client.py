@@ -197,6 +197,16 @@ async def test_a_child_that_dies_while_it_starts(plain: tuple[ModelFiles, Judge]
     await client.stop()
 
 
+async def test_stop_at_any_moment_of_the_start(plain: tuple[ModelFiles, Judge]) -> None:
+    """An unclosed socket or a child left behind would fail this: warnings are errors."""
+    for wait in (0.0, 0.001, 0.005, 0.02, 0.1, 0.5, 1.0):
+        client = client_of(plain[0])
+        await client.start()
+        await asyncio.sleep(wait)
+        await client.stop()
+        assert not [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+
+
 async def test_stop_leaves_no_process(plain: tuple[ModelFiles, Judge]) -> None:
     files, _ = plain
     async with running(files) as client:

@@ -15,7 +15,17 @@ import uvicorn
 from fastapi import FastAPI
 
 from forebay.config import AdmissionSettings, EngineSettings, ServerSettings, Settings
-from forebay.contract import ChatRequest, ContextTooLong, Delta, FinishReason, Load, ModelCard, Prepared, Usage
+from forebay.contract import (
+    ChatRequest,
+    ContextTooLong,
+    Delta,
+    FinishReason,
+    Load,
+    ModelCard,
+    Prepared,
+    SamplingDefaults,
+    Usage,
+)
 from forebay.server.app import create_app
 
 MODEL = "scripted"
@@ -60,6 +70,7 @@ class ScriptedBackend:
     state: str = "ready"
     heartbeat_age: float = 0.0
     max_context: int = 4096
+    sampling: SamplingDefaults = SamplingDefaults()
     prepare_error: Exception | None = None
     requests: list[ChatRequest] = field(default_factory=list)
     running: int = 0
@@ -78,7 +89,7 @@ class ScriptedBackend:
 
     @property
     def card(self) -> ModelCard:
-        return ModelCard(MODEL, 1_700_000_000, self.max_context, 1000)
+        return ModelCard(MODEL, 1_700_000_000, self.max_context, 1000, self.sampling)
 
     async def prepare(self, request: ChatRequest, resume: object | None = None) -> Prepared:
         if self.prepare_error is not None:

@@ -12,7 +12,7 @@ import openai
 import pytest
 from scripted import ANSWER, MODEL, ScriptedBackend, Served, body, say, served
 
-from forebay.contract import ChatRequest, Message
+from forebay.contract import ChatRequest, Message, SamplingDefaults
 
 pytestmark = pytest.mark.anyio
 TEXT = "".join(ANSWER)
@@ -164,6 +164,16 @@ async def test_request_reaches_the_backend_as_sent(client: httpx.AsyncClient, se
             ignore_eos=True,
         )
     ]
+
+
+async def test_what_a_request_does_not_say_the_model_recommends() -> None:
+    backend = ScriptedBackend(sampling=SamplingDefaults(0.3, 40, 0.8))
+    async with served(backend) as running, httpx.AsyncClient(base_url=running.url) as client:
+        said = {"temperature": 0, "top_k": -1, "top_p": 1}
+        for more in ({"temperature": None, "top_k": None, "top_p": None}, said):
+            assert (await client.post("/v1/chat/completions", json=body(**more))).status_code == 200
+        got = [(r.temperature, r.top_k, r.top_p) for r in backend.requests]
+        assert got == [(0.3, 40, 0.8), (0.0, 0, 1.0)]
 
 
 async def test_default_length_shrinks_to_the_context_but_an_asked_one_is_refused() -> None:

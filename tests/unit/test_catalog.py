@@ -15,7 +15,7 @@ from tiny_models import write_gguf, write_hf
 
 from forebay import catalog
 from forebay.catalog import CATALOG, CatalogEntry, ModelFiles, fetch
-from forebay.contract import NotFound, Unsupported
+from forebay.contract import NotFound, SamplingDefaults, Unsupported
 
 PAYLOAD = bytes(range(256)) * 9000  # more than two chunks
 
@@ -292,6 +292,20 @@ def test_meta_of_a_hugging_face_folder(tmp_path: Path) -> None:
     assert catalog.read_meta(files).chat_template == "file"
 
 
+@pytest.mark.parametrize(
+    ("said", "sampling"),
+    [
+        ({}, SamplingDefaults()),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, SamplingDefaults(0.6, 20, 0.95)),
+        ({"temperature": 9, "top_k": -1, "top_p": 0}, SamplingDefaults()),
+        ({"temperature": "hot", "top_p": None}, SamplingDefaults()),
+    ],
+)
+def test_what_the_model_recommends(tmp_path: Path, said: dict[str, object], sampling: SamplingDefaults) -> None:
+    files = write_hf(tmp_path, generation_config={"eos_token_id": 7, **said})
+    assert catalog.read_meta(files).sampling == sampling
+
+
 def test_config_json_alone_is_enough(tmp_path: Path) -> None:
     meta = catalog.read_meta(write_hf(tmp_path))
     assert (meta.eos_ids, meta.bos_id, meta.add_bos, meta.chat_template) == ((2,), None, False, None)
@@ -363,4 +377,5 @@ def test_the_demo_model_is_what_the_catalog_says(demo_model: ModelFiles) -> None
     assert (meta.architecture, meta.context_length, meta.vocab_size) == ("llama", 8192, 49152)
     assert meta.eos_ids[0] == 2
     assert not meta.add_bos
+    assert meta.sampling == SamplingDefaults(temperature=0.2, top_p=0.9)
     assert catalog.pull(demo_model.id, demo_model.path.parents[2], verify=True) == demo_model

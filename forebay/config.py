@@ -53,6 +53,9 @@ class EngineSettings(Room):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
     threads: int = Field(default=0, ge=0, le=1024, description="Compute threads of the engine; 0 takes every core.")
+    kernels: Literal["auto", "off"] = Field(
+        default="auto", description="Compiled CPU kernels; off takes torch's operators everywhere."
+    )
     max_batch: int = Field(default=16, ge=1, le=4096, description="Sequences that run at once.")
     token_budget: int = Field(
         default=512, ge=16, le=1 << 20, description="Tokens in one step, decodes and prefill together."
@@ -177,5 +180,5 @@ def load(
     return Settings(**rooms)  # type: ignore[arg-type]
 
 
-#: Environment variables that are no settings: they choose a code path for tests and debugging.
-RESERVED = frozenset({"FOREBAY_CONFIG", "FOREBAY_KERNELS"})
+#: Environment variables that are no settings: where the settings are.
+RESERVED = frozenset({"FOREBAY_CONFIG"})

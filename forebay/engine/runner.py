@@ -11,7 +11,9 @@ import torch
 from ..catalog import ModelFiles, read_meta
 from ..config import EngineSettings
 from ..contract import Unsupported
+from . import kernels
 from .attention.base import Attention, KVShape, empty_pool
+from .attention.native import NativeAttention
 from .attention.paged import PagedAttention
 from .batch import Batch
 from .kv.capacity import pages_of, pool_pages
@@ -108,10 +110,16 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
             f"max-batch {settings.max_batch} needs at least one each"
         )
     pool = empty_pool(shape, n_pages, dtype, device)
-    runner = ModelRunner(Decoder(spec, weights), PagedAttention(pool, shape))
+    attention: Attention = PagedAttention(pool, shape)
+    native = settings.kernels == "auto" and NativeAttention.usable(shape, spec.n_heads, dtype, device)
+    if native:
+        kernels.use_threads(torch.get_num_threads())
+        attention = NativeAttention(pool, shape, spec.n_heads)
+    runner = ModelRunner(Decoder(spec, weights), attention)
     summary = {
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device) + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
+        "kernels": "compiled" if native else "torch",
         "weights": f"{weights.n_bytes() / 2**20:,.0f} MiB",
         "kv cache": f"{n_pages:,} pages of {PAGE_SIZE} tokens, {n_pages * page_bytes / 2**30:.2f} GiB",
     }

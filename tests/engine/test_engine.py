@@ -9,6 +9,7 @@ from tiny import Judge
 
 from forebay.catalog import ModelFiles
 from forebay.config import EngineSettings
+from forebay.engine.kernels import library
 from forebay.engine.kv.capacity import OutputGuess, pages_of
 from forebay.engine.loop import MAX_FAILED_STEPS, Engine, EngineBroken
 from forebay.engine.runner import Built, build
@@ -66,13 +67,17 @@ def every_path(built: Built, ids: list[int], n: int) -> dict[str, list[int]]:
     return found
 
 
-def float32(files: ModelFiles) -> Built:
-    return build(files, EngineSettings(dtype="float32", device="cpu", kv_memory=2**27))
+def float32(files: ModelFiles, kernels: str = "auto") -> Built:
+    settings = {"dtype": "float32", "device": "cpu", "kv_memory": 2**27, "kernels": kernels}
+    return build(files, EngineSettings.model_validate(settings))
 
 
-def test_law_9_tiny(plain: tuple[ModelFiles, Judge]) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_law_9_tiny(plain: tuple[ModelFiles, Judge], kernels: str) -> None:
     files, judge = plain
-    found = every_path(float32(files), prompt(150), 64)
+    built = float32(files, kernels)
+    assert built.summary["kernels"] == ("torch" if kernels == "off" or library() is None else "compiled")
+    found = every_path(built, prompt(150), 64)
     assert found == dict.fromkeys(found, judge.greedy(prompt(150), 64))
 
 

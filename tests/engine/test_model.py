@@ -41,15 +41,16 @@ def prompt(n: int, vocab: int = 199) -> list[int]:
     return [(i * i * 31 + 7 * i + 3) % vocab for i in range(n)]
 
 
-def build_float32(files: ModelFiles) -> ModelRunner:
-    settings = EngineSettings(dtype="float32", device="cpu", kv_memory=2**26)
-    return build(files, settings).runner
+def build_float32(files: ModelFiles, kernels: str = "auto") -> ModelRunner:
+    settings = {"dtype": "float32", "device": "cpu", "kv_memory": 2**26, "kernels": kernels}
+    return build(files, EngineSettings.model_validate(settings)).runner
 
 
-@pytest.mark.parametrize("n", [1, 16, 17, 100])
-def test_prefill_logits_are_those_of_transformers(tiny: tuple[ModelFiles, Judge], n: int) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("n", [1, 17, 100])
+def test_prefill_logits_are_those_of_transformers(tiny: tuple[ModelFiles, Judge], n: int, kernels: str) -> None:
     files, judge = tiny
-    ours, theirs = last_logits(build_float32(files), prompt(n)), judge.logits(prompt(n))[-1]
+    ours, theirs = last_logits(build_float32(files, kernels), prompt(n)), judge.logits(prompt(n))[-1]
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
 
 

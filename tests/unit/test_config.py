@@ -60,7 +60,7 @@ def test_a_key_that_resembles_nothing_gets_no_suggestion() -> None:
 
 
 def test_other_variables_and_reserved_ones_are_left_alone() -> None:
-    assert load({}, {"PORT": "1", "FOREBAY_CONFIG": "x", "FOREBAY_KERNELS": "x"}) == Settings()
+    assert load({}, {"PORT": "1", "FOREBAY_CONFIG": "x"}) == Settings()
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import torch
 
 from ..batch import Batch
 from ..kv.pages import PAGE_SIZE
-from .base import KVShape
+from .base import KVShape, k_view, v_view
 
 
 class NaiveAttention:
     def __init__(self, pool: torch.Tensor, shape: KVShape) -> None:
-        self._pool = pool
+        self._k, self._v = k_view(pool), v_view(pool)
         self._shape = shape
 
     def begin(self, batch: Batch) -> None:
@@ -21,19 +21,20 @@ class NaiveAttention:
         batch, heads = self._batch, self._shape.n_kv_heads
         for row in range(len(batch.ids)):
             page, offset = int(batch.page[row]), int(batch.offset[row])
-            self._pool[page, layer, 0, :, offset] = kv[row, :heads]
-            self._pool[page, layer, 1, :, offset] = kv[row, heads:]
+            self._k[page, layer, :, :, offset] = kv[row, :heads]
+            self._v[page, layer, :, offset] = kv[row, heads:]
         out = torch.empty_like(q)
         group = q.shape[1] // heads
         for b in range(len(batch.kv_len)):
             length = int(batch.kv_len[b])
             pages = batch.tables[b, : -(-length // PAGE_SIZE)]
-            # [2, kv heads, tokens, dim]
-            own = self._pool[pages, layer].permute(1, 2, 0, 3, 4).flatten(2, 3).double()
+            # [kv heads, tokens, dim]
+            keys = self._k[pages, layer].permute(1, 0, 3, 2).flatten(1, 2).double()
+            values = self._v[pages, layer].permute(1, 0, 2, 3).flatten(1, 2).double()
             for row in range(int(batch.q_start[b]), int(batch.q_start[b + 1])):
                 seen = int(batch.positions[row]) + 1
                 for head in range(q.shape[1]):
-                    k, v = own[0, head // group, :seen], own[1, head // group, :seen]
+                    k, v = keys[head // group, :seen], values[head // group, :seen]
                     scores = k @ q[row, head].double() / self._shape.head_dim**0.5
                     out[row, head] = (torch.softmax(scores, dim=0) @ v).to(q.dtype)
         return out.flatten(1)

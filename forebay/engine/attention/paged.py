@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..batch import Batch, Ints
 from ..kv.pages import PAGE_SIZE
-from .base import KVShape
+from .base import KVShape, k_view, v_view
 
 
 @dataclass(slots=True)
@@ -45,17 +45,16 @@ class PagedAttention:
     def __init__(self, pool: torch.Tensor, shape: KVShape) -> None:
         self._shape = shape
         self._device, self._dtype = pool.device, pool.dtype
-        self._tokens = pool.view(-1, shape.head_dim)
+        self._pool, self._k, self._v = pool, k_view(pool), v_view(pool)
         self._spans = pool.view(-1, PAGE_SIZE * shape.head_dim)
         self._groups: list[_Group] = []
         self._chunks: list[_Chunk] = []
         self._buffer = torch.empty(0, dtype=pool.dtype, device=pool.device)
 
     def begin(self, batch: Batch) -> None:
-        heads = self._shape.n_kv_heads
-        head = np.arange(2 * heads)
-        slot = (batch.page[:, None] * self._shape.n_layers * 2 * heads + head) * PAGE_SIZE + batch.offset[:, None]
-        self._slot = self._to(slot.ravel())
+        # What a page held before may be NaN, and a masked NaN is still one when it is multiplied by 0.
+        self._pool[self._to(batch.page[batch.offset == 0])] = 0
+        self._page, self._offset = self._to(batch.page), self._to(batch.offset)
         self._groups = [self._group(batch, rows) for rows in _similar(batch.kv_len[: batch.n_decodes])]
         self._chunks = [self._chunk(batch, b) for b in range(batch.n_decodes, len(batch.kv_len))]
         # One buffer serves all groups and chunks: they attend one after the other.
@@ -70,24 +69,30 @@ class PagedAttention:
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         heads, dim = self._shape.n_kv_heads, self._shape.head_dim
         jump = layer * 2 * heads
-        self._tokens.index_copy_(0, self._slot + jump * PAGE_SIZE, kv.reshape(-1, dim))
+        self._k[self._page, layer, :, :, self._offset] = kv[:, :heads]
+        self._v[self._page, layer, :, self._offset] = kv[:, heads:]
         out = torch.empty_like(q)
         for group in self._groups:
             n = len(group.rows)
-            torch.index_select(self._spans, 0, group.span + jump, out=group.out)
-            k, v = group.out.view(2, n, heads, -1, dim)
+            k, v = self._gather(group, jump, n)
             grouped = q[group.rows].view(n, heads, -1, dim)
             attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
             out[group.rows] = attended.reshape(n, -1, dim)
         for chunk in self._chunks:
-            torch.index_select(self._spans, 0, chunk.span + jump, out=chunk.out)
-            k, v = chunk.out.view(2, 1, heads, -1, dim)[:, :, :, : chunk.length]
+            k, v = (part[:, :, : chunk.length] for part in self._gather(chunk, jump, 1))
             rows = q[chunk.first : chunk.last].transpose(0, 1)[None]
             attended = F.scaled_dot_product_attention(
                 rows, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
             )
             out[chunk.first : chunk.last] = attended[0].transpose(0, 1)
         return out.flatten(1)
+
+    def _gather(self, part: _Group | _Chunk, jump: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [n, kv heads, tokens, dim] of ``n`` sequences at the layer that begins at span ``jump``."""
+        torch.index_select(self._spans, 0, part.span + jump, out=part.out)
+        k, v = part.out.view(2, n, self._shape.n_kv_heads, -1, PAGE_SIZE * self._shape.head_dim)
+        k = k.unflatten(-1, (-1, PAGE_SIZE)).transpose(-1, -2)
+        return k.flatten(2, 3), v.unflatten(-1, (PAGE_SIZE, -1)).flatten(2, 3)
 
     def _group(self, batch: Batch, rows: Ints) -> _Group:
         pages = -(-int(batch.kv_len[rows].max()) // PAGE_SIZE)

@@ -38,7 +38,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # the test runner may 
 how = sys.argv.pop(1)
 
 class Backend:
-    card = ModelCard("tiny", 0, 128, 100, {"dtype": "float32", "kv pages": "7"})
+    card = ModelCard("tiny", 0, 128, 100, summary={"dtype": "float32", "kv pages": "7"})
     def __init__(self, files, settings):
         self.files = files
     async def __aenter__(self):

@@ -1,7 +1,8 @@
 # What a person calls; .ci/run calls the same.
 PYTHON ?= python3
-PORT   ?= 8000
-MODEL  ?= smollm2-135m-instruct
+# Not given: what forebay.toml, the environment or the defaults say.
+PORT   ?=
+MODEL  ?=
 ARGS   ?=
 
 BIN   := .venv/bin
@@ -14,14 +15,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 install: $(STAMP)
 
 # Running venv again over a half made .venv repairs it; the stamp is written only when all went well.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py forebay/engine/kernels/kernels.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 # exec: signals sent to make reach the server itself.
 serve: $(STAMP)
-	@exec $(BIN)/forebay serve "$(MODEL)" --port $(PORT) $(ARGS)
+	@exec $(BIN)/forebay serve $(if $(MODEL),"$(MODEL)") $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # ARGS='-k radix -x', for example.
 test: $(STAMP)
@@ -35,7 +36,7 @@ lint: $(STAMP)
 
 # Against one request at a time through transformers; ARGS='--repeats 1', for example.
 bench: $(STAMP)
-	@exec $(BIN)/python -m forebay.bench.versus --model "$(MODEL)" $(ARGS)
+	@exec $(BIN)/python -m forebay.bench.versus $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -177,6 +177,13 @@ def load(
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
             raise SettingsError(f"{values[name][1]}: {name}: {first['msg']}", param=name) from None
+    engine = rooms["engine"]
+    if isinstance(engine, EngineSettings) and engine.token_budget < engine.max_batch:
+        raise SettingsError(
+            f"token_budget ({engine.token_budget}) must be at least max_batch ({engine.max_batch}): every sequence "
+            "that runs gets a token in each step",
+            param="token_budget",
+        )
     return Settings(**rooms)  # type: ignore[arg-type]
 
 

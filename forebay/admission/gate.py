@@ -49,6 +49,12 @@ class Gate:
         finally:
             self._leave()
 
+    def check(self) -> None:
+        """Raises Busy if a newcomer would be refused now. Cheap, so that it can be asked before a body is read."""
+        room = not self._queue and self._room() > 0
+        if not room and len(self._queue) >= self._max_queue:
+            raise Busy("too many requests are waiting", retry_after=self._retry_after())
+
     def pump(self) -> None:
         """Grant as many turns as there are credits."""
         while self._queue and self._room() > 0:
@@ -66,11 +72,9 @@ class Gate:
         now = self._clock()
         if deadline <= now:
             raise self._too_late()
-        room = not self._queue and self._room() > 0
-        if room and not self._granted:
+        self.check()
+        if not self._queue and self._room() > 0 and not self._granted:
             return
-        if not room and len(self._queue) >= self._max_queue:
-            raise Busy("too many requests are waiting", retry_after=self._retry_after())
         if not self._queue:
             self._since = now
         loop = asyncio.get_running_loop()

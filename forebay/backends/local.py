@@ -183,7 +183,8 @@ async def _deltas(stream: Stream, detokenizer: Detokenizer) -> AsyncGenerator[De
         if emit.end not in (End.STOP, End.LENGTH):
             raise _error(emit, lost=stream.lost)
         text += detokenizer.finish()
-        yield Delta(text, n_new, usage, emit.started, "stop" if emit.end is End.STOP else "length")
+        stopped = emit.end is End.STOP or detokenizer.stopped
+        yield Delta(text, n_new, usage, emit.started, "stop" if stopped else "length")
         return
 
 

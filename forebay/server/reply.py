@@ -7,6 +7,7 @@ true status; from then on it is an error frame without [DONE].
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -18,10 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from ..admission.gate import Gate
 from ..config import ServerSettings
-from ..contract import Backend, Delta, EngineFailure, FinishReason, ForebayError, Prepared, Usage
+from ..contract import Backend, Delta, EngineFailure, EngineUnavailable, FinishReason, ForebayError, Prepared, Usage
 from . import errors, sse
 from .border import RequestRecord, record_of
 from .metrics import Turn
+
+_LAST_WORDS = 1.0  # seconds for an error to leave when the server goes down
 
 
 class _ReaderStalled(Exception):
@@ -69,11 +72,17 @@ class ChatReply(Response):
             tasks.append(asyncio.create_task(self._keep_alive(wire)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            self._turn.cancelled()  # counts only if the turn has not ended otherwise
+        except asyncio.CancelledError:
+            # Only the server cancels: its time to drain is over. The client is told before the connection goes.
+            await _end(tasks)
+            shown = EngineUnavailable("the server is shutting down", retry_after=5)
+            self._turn.failed(shown)
+            with contextlib.suppress(TimeoutError, _ReaderStalled):
+                async with asyncio.timeout(_LAST_WORDS):
+                    await wire.fail(shown)
+            return
+        results = await _end(tasks)
+        self._turn.cancelled()  # counts only if the turn has not ended otherwise
         for result in results:
             if isinstance(result, _ReaderStalled):
                 await _cut(record, receive)
@@ -144,7 +153,7 @@ class ChatReply(Response):
     async def _keep_alive(self, wire: _Wire) -> None:
         """Send the 200 when the hold is over, and comments whenever the stream has been silent for long."""
         hold_over = self._arrival + self._settings.stream_hold
-        while True:
+        while not wire.complete:  # a comment behind the last frame would be no write, and this loop would not rest
             now = time.monotonic()
             silence_over = wire.last_write + self._settings.keep_alive
             if now >= (silence_over if wire.started else hold_over):
@@ -153,6 +162,7 @@ class ChatReply(Response):
                 await asyncio.sleep(silence_over - now)
             else:  # no longer than one silence: the first token may come meanwhile
                 await asyncio.sleep(min(hold_over - now, self._settings.keep_alive))
+        await asyncio.Event().wait()  # the last frame may still be on its way: the turn ends with it, not with this
 
 
 class _Wire:
@@ -162,14 +172,14 @@ class _Wire:
         self._scope, self._receive, self._raw_send = scope, receive, send
         self._timeout = timeout
         self._lock = asyncio.Lock()
-        self._complete = False
+        self.complete = False
         self.started = False
         self.last_write = time.monotonic()
 
     async def write(self, frames: bytes, *, last: bool = False) -> None:
         """Frames of a stream; the first call sends the 200."""
         async with self._lock:
-            if not self._complete:  # else a keep-alive that waited behind the last frame
+            if not self.complete:  # else a keep-alive that waited behind the last frame
                 await self._write(frames, last)
 
     async def respond(self, response: Response) -> None:
@@ -179,6 +189,8 @@ class _Wire:
 
     async def fail(self, error: ForebayError) -> None:
         async with self._lock:
+            if self.complete:
+                return
             if self.started:
                 await self._write(sse.error_frame(error), last=True)
             else:
@@ -188,12 +200,12 @@ class _Wire:
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
-        self._complete = last
+        self.complete = last
         await self._send({"type": "http.response.body", "body": frames, "more_body": not last})
         self.last_write = time.monotonic()
 
     async def _respond(self, response: Response) -> None:
-        self.started = self._complete = True
+        self.started = self.complete = True
         await response(self._scope, self._receive, self._send)
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
@@ -202,6 +214,12 @@ class _Wire:
                 await self._raw_send(message)
         except TimeoutError:
             raise _ReaderStalled from None
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> list[BaseException | None]:
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _client_gone(receive: Receive) -> None:

@@ -151,7 +151,7 @@ class ChatCompletionRequest(_Strict):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Longest answer, in tokens.")
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
-    min_tokens: int = Field(0, ge=0, lt=2**31, description="No end of turn and no stop before so many tokens.")
+    min_tokens: int = Field(0, ge=0, lt=2**31, description="No end of turn and no stop token before so many tokens.")
     # None: as the model recommends (ModelCard.sampling).
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default: the model's own, or 1.")
     top_p: float | None = Field(None, gt=0, le=1, description="Default: the model's own, or 1.")

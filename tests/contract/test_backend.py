@@ -144,6 +144,22 @@ async def test_a_stop_string_ends_the_work_too(backend: LocalBackend) -> None:
     await idle(backend)
 
 
+async def test_a_stop_string_found_at_the_very_end_is_the_reason(
+    backend: LocalBackend, model: tuple[ModelFiles, Judge]
+) -> None:
+    _, tokens, tokenizer = judged(model, "jumps", 60)
+
+    def text(n: int) -> str:
+        return Detokenizer(tokenizer).push(tokens[:n])
+
+    n = next(n for n in range(5, 60) if text(n)[-1].isascii() and text(n)[-1] not in text(n)[:-1])
+    # The end is held back for the longer one, which never comes; then the shorter one is found in it.
+    stop = (text(n)[-2:] + "never", text(n)[-1])
+    deltas = await run(backend, ask("jumps", max_tokens=n, ignore_eos=True, stop=stop))
+    assert "".join(d.text for d in deltas) == text(n)[:-1]
+    assert deltas[-1].finish == "stop"
+
+
 async def test_leaving_is_the_cancel(backend: LocalBackend) -> None:
     for read in (0, 1, 5):
         prepared = await backend.prepare(ask(max_tokens=400, ignore_eos=True))

@@ -259,6 +259,57 @@ async def test_reader_that_stops_reading_is_cut(caplog: pytest.LogCaptureFixture
     assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
+async def test_reader_that_stops_before_the_last_frame_harms_nobody() -> None:
+    """The last frame is the one that blocks, and the silence behind it is longer than the keep-alive."""
+    async with world(say(("x" * 2**24,)), reader_timeout=0.3, keep_alive=0.1) as (running, client):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(sock, ("127.0.0.1", running.port))
+            sent = json.dumps(body(stream=True)).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n\r\n"
+            await loop.sock_sendall(sock, head.encode() + sent)
+            await until(lambda: running.backend.opened == 1 and running.backend.running == 0)
+            await until(lambda: not running.server.server_state.connections)
+        running.backend.script = say()
+        assert (await client.post(CHAT, json=body())).status_code == 200
+
+
+async def test_law_8_at_the_end_of_the_drain_everyone_is_told() -> None:
+    async with world(say(FOREVER, pause=0.05), capacity=2) as (running, client):
+
+        async def stream() -> list[str]:
+            async with client.stream("POST", CHAT, json=body(stream=True)) as response:
+                return [line async for line in response.aiter_lines() if line]
+
+        streamed = asyncio.create_task(stream())
+        whole = asyncio.create_task(client.post(CHAT, json=body(), timeout=20))
+        await until(lambda: running.backend.running == 2)
+        queued = asyncio.create_task(client.post(CHAT, json=body(stream=True), timeout=20))
+        await until(lambda: running.app.state.gate.waiting == 1)
+        running.server.should_exit = True
+        *_, last = await streamed
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+        for refused in (await whole, await queued):
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "engine_unavailable"
+        assert running.backend.running == 0
+
+
+async def test_a_full_queue_refuses_before_it_reads_the_body() -> None:
+    async with world(say(FOREVER, pause=0.05), capacity=1, max_queue=1) as (running, client):
+        writers = [(await raw_request(running, stream=True))[1] for _ in range(2)]
+        await until(lambda: running.backend.running == 1 and running.app.state.gate.waiting == 1)
+        prepared = len(running.backend.requests)
+        refused = await client.post(CHAT, content=b"not even JSON")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        assert len(running.backend.requests) == prepared
+        for writer in writers:
+            reset(writer)
+        await until(lambda: running.backend.running == 0 and running.app.state.gate.waiting == 0)
+
+
 async def test_law_1_every_accepted_request_has_one_ending() -> None:
     """A mix of all endings; what the metrics count, what clients saw and what the backend saw agree."""
     kinds = [

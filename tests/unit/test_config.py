@@ -24,6 +24,11 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def test_a_budget_under_the_batch_is_refused_with_both_numbers() -> None:
+    with pytest.raises(SettingsError, match=r"token_budget \(512\) must be at least max_batch \(600\)"):
+        load({"max_batch": "600"}, {})
+
+
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     file = write(tmp_path / "f.toml", "port = 1\nmax_batch = 1\nthreads = 1\n")
     environ = {"FOREBAY_PORT": "2", "FOREBAY_MAX_BATCH": "2"}

@@ -31,6 +31,7 @@ async def create_chat_completion(request: Request) -> Response:
     settings: Settings = state.settings
     try:
         _check_open(backend, draining=state.draining)
+        state.gate.check()
     except Busy as error:
         state.metrics.rejected(error)
         raise

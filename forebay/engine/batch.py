@@ -35,8 +35,8 @@ class Batch:
 
     ``ids``, ``positions`` [N]; ``page``, ``offset`` [N]: where the row's K and V go. ``q_start`` [B+1]: first row of
     each sequence; ``kv_len`` [B]: tokens that its last row attends to; ``tables`` [B, max pages]: page ids, padded
-    with 0. The first ``n_decodes`` sequences have one row each. ``sample_rows`` [S], and ``works`` [S]: the index
-    in the step of the work that each belongs to.
+    with the sequence's first. The first ``n_decodes`` sequences have one row each. ``sample_rows`` [S], and ``works``
+    [S]: the index in the step of the work that each belongs to.
     """
 
     ids: Ints
@@ -58,9 +58,11 @@ class Batch:
         counts = np.array([work.count for work in works], dtype=np.int64)
         starts = np.array([work.start for work in works], dtype=np.int64)
         q_start = np.concatenate([[0], np.cumsum(counts)])
+        # Padded with the row's own first page: torch's attention reads the padding, and a stranger's may be NaN.
         tables = np.zeros((len(works), max(len(work.seq.table) for work in works)), dtype=np.int64)
         for b, work in enumerate(works):
             tables[b, : len(work.seq.table)] = work.seq.table
+            tables[b, len(work.seq.table) :] = work.seq.table[0]
         owner = np.repeat(np.arange(len(works)), counts)
         positions = np.arange(q_start[-1]) - q_start[owner] + starts[owner]
         ids = np.fromiter(_ids(works), dtype=np.int64, count=int(q_start[-1]))

@@ -32,7 +32,7 @@ LOOK_AHEAD = 2
 #: After so many starts in a row that came to nothing, give up.
 MAX_STARTS = 8
 #: Tokens per step are counted up to these bounds.
-STEP_BOUNDS = tuple(2**i for i in range(15))
+STEP_BOUNDS = tuple(2**i for i in range(21))
 #: Counters of a frame that start at 0 in each child.
 COUNTERS = ("prefix_queries", "prefix_hits", "preemptions", "steps")
 
@@ -237,7 +237,9 @@ class EngineClient:
         while True:
             patience = self._settings.hang_timeout if self.hello else self._settings.start_timeout
             try:
-                data = await asyncio.wait_for(reader.read(1 << 18), patience)
+                # Not wait_for: in Python 3.11 it swallows a cancel that comes just as the data does.
+                async with asyncio.timeout(patience):
+                    data = await reader.read(1 << 18)
             except TimeoutError:
                 return f"no news for {patience:.3g} s"
             except OSError as error:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 LOOK_AHEAD = 2
 #: After so many starts in a row that came to nothing, give up.
 MAX_STARTS = 8
-#: Tokens per step are counted up to these bounds.
+#: Tokens per step are counted up to these bounds; the last is the largest token budget that there may be.
 STEP_BOUNDS = tuple(2**i for i in range(21))
 #: Counters of a frame that start at 0 in each child.
 COUNTERS = ("prefix_queries", "prefix_hits", "preemptions", "steps")
@@ -82,7 +82,7 @@ class EngineClient:
         self._frame: Frame | None = None
         self._heard = 0.0
         self._totals: Counter[str] = Counter()
-        self._step_tokens: Counter[int] = Counter()
+        self._step_tokens = dict.fromkeys(STEP_BOUNDS, 0)  # bound -> steps at or under it
         self._writer: asyncio.StreamWriter | None = None
         self._failure: Exception | None = None
         self._settled = asyncio.Event()
@@ -150,8 +150,7 @@ class EngineClient:
     def _counters(self, frame: Frame | None) -> dict[str, Any]:
         """The cumulative fields of Load, which go on over restarts."""
         now = {name: self._totals[name] + (getattr(frame, name) if frame else 0) for name in COUNTERS}
-        by_bound = {b: sum(n for k, n in self._step_tokens.items() if k <= b) for b in STEP_BOUNDS}
-        step_tokens = {"step_tokens": by_bound, "step_tokens_sum": self._totals["step_tokens_sum"]}
+        step_tokens = {"step_tokens": dict(self._step_tokens), "step_tokens_sum": self._totals["step_tokens_sum"]}
         return {"restarts": self.restarts} | now | step_tokens
 
     def _send(self, message: ToEngine) -> None:
@@ -271,7 +270,8 @@ class EngineClient:
         self._frame = frame
         if frame.step_tokens:
             self._totals["step_tokens_sum"] += frame.step_tokens
-            self._step_tokens[next((b for b in STEP_BOUNDS if frame.step_tokens <= b), STEP_BOUNDS[-1])] += 1
+            for bound in STEP_BOUNDS:
+                self._step_tokens[bound] += frame.step_tokens <= bound
         for emit in frame.emits:
             if stream := self._streams.get(emit.id):
                 stream.put(emit)

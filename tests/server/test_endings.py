@@ -45,6 +45,20 @@ async def raw_request(running: Served, **fields: Any) -> tuple[asyncio.StreamRea
     return reader, writer
 
 
+@asynccontextmanager
+async def stalled_stream(running: Served) -> AsyncIterator[socket.socket]:
+    """A client that asked for a stream, has little room for it, and reads none of it by itself."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, ("127.0.0.1", running.port))
+        sent = json.dumps(body(stream=True)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n\r\n"
+        await loop.sock_sendall(sock, head.encode() + sent)
+        yield sock
+
+
 def reset(writer: asyncio.StreamWriter) -> None:
     """Drop the connection as a killed client does, without a goodbye."""
     sock = writer.get_extra_info("socket")
@@ -239,14 +253,7 @@ async def test_disconnect_at_every_frame_index() -> None:
 async def test_reader_that_stops_reading_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     big = ("x" * 65_536,) * 10_000
     async with world(say(big), reader_timeout=0.3) as (running, client):
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.setblocking(False)
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(sock, ("127.0.0.1", running.port))
-            sent = json.dumps(body(stream=True)).encode()
-            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n\r\n"
-            await loop.sock_sendall(sock, head.encode() + sent)
+        async with stalled_stream(running) as sock:
             await until(lambda: running.backend.running == 1)
             await until(lambda: running.backend.running == 0)
             await until(lambda: count(running, "forebay:cancelled_total") == 1)
@@ -262,14 +269,7 @@ async def test_reader_that_stops_reading_is_cut(caplog: pytest.LogCaptureFixture
 async def test_reader_that_stops_before_the_last_frame_harms_nobody() -> None:
     """The last frame is the one that blocks, and the silence behind it is longer than the keep-alive."""
     async with world(say(("x" * 2**24,)), reader_timeout=0.3, keep_alive=0.1) as (running, client):
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.setblocking(False)
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(sock, ("127.0.0.1", running.port))
-            sent = json.dumps(body(stream=True)).encode()
-            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n\r\n"
-            await loop.sock_sendall(sock, head.encode() + sent)
+        async with stalled_stream(running):
             await until(lambda: running.backend.opened == 1 and running.backend.running == 0)
             await until(lambda: not running.server.server_state.connections)
         running.backend.script = say()

@@ -15,7 +15,7 @@ import zlib
 from pathlib import Path
 
 from ..contract import Unsupported
-from .files import ModelFiles
+from .files import ModelFiles, resolve
 from .names import CATALOG, CatalogEntry, unknown_model
 
 _CHUNK = 1 << 20
@@ -43,7 +43,7 @@ def pull(name: str, data_dir: Path, *, verify: bool = False) -> ModelFiles:
             _sync_folder(target.parent)
         except OSError as error:
             raise Unsupported(f"cannot store model {name!r} under {data_dir}: {error}") from error
-    return ModelFiles(name, "gguf", target)
+    return resolve(name, data_dir)
 
 
 def _present(path: Path, entry: CatalogEntry, verify: bool) -> bool:

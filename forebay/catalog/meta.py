@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ..contract import SamplingDefaults, Unsupported
+from .cache import cached, code_version
 from .files import ModelFiles, open_gguf
 from .names import CATALOG
 
@@ -49,10 +52,20 @@ class ModelMeta:
 
 def read_meta(files: ModelFiles) -> ModelMeta:
     """Raises Unsupported naming the file and the key that is missing or wrong."""
-    if files.kind == "hf":
-        return _read_hf(files.path)
-    known = CATALOG.get(files.id)
-    return _read_gguf(files.path, known.sampling if known else SamplingDefaults())
+    read = _read_hf if files.kind == "hf" else _read_gguf
+    meta = cached(files, "meta", code_version(__file__), lambda: read(files.path), write=_pack, read=_unpack)
+    # Not part of what is kept: a catalog name recommends something else than the same file by its path.
+    known = CATALOG.get(files.id) if files.kind == "gguf" else None
+    return replace(meta, sampling=_gguf_sampling(_Keys(meta.raw, files.path), known.sampling)) if known else meta
+
+
+def _pack(meta: ModelMeta) -> bytes:
+    # json, not msgspec: it keeps infinities, long integers and lone surrogates of a config.json as they are.
+    return json.dumps(asdict(meta)).encode()
+
+
+def _unpack(data: bytes) -> ModelMeta:
+    return msgspec.convert(json.loads(data), ModelMeta)
 
 
 class _Keys:
@@ -89,7 +102,7 @@ class _Keys:
         return tuple(ids)
 
 
-def _read_gguf(path: Path, sampling: SamplingDefaults) -> ModelMeta:
+def _read_gguf(path: Path) -> ModelMeta:
     reader = open_gguf(path)
     arrays = {key for key, field in reader.fields.items() if key.startswith("tokenizer.") and len(field.data) > 1}
     try:
@@ -127,8 +140,12 @@ def _read_gguf(path: Path, sampling: SamplingDefaults) -> ModelMeta:
         raw=raw,
         bos_token=token(bos[0]) if bos else "",
         eos_token=token(eos_ids[0]),
-        sampling=_sampling(keys, {name: f"general.sampling.{name}" for name in ("temp", "top_k", "top_p")}, sampling),
+        sampling=_gguf_sampling(keys, SamplingDefaults()),
     )
+
+
+def _gguf_sampling(keys: _Keys, otherwise: SamplingDefaults) -> SamplingDefaults:
+    return _sampling(keys, {name: f"general.sampling.{name}" for name in ("temp", "top_k", "top_p")}, otherwise)
 
 
 def _sampling(keys: _Keys, names: Mapping[str, str], otherwise: SamplingDefaults) -> SamplingDefaults:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from ..catalog import ModelFiles, ModelMeta, open_gguf
+from ..catalog import ModelFiles, ModelMeta, cached, code_version, open_gguf
 from ..contract import InvalidRequest, Unsupported
 from .specials import Specials
 
@@ -35,7 +37,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in itself} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-_BYTES = _byte_alphabet()
+_BYTES = {ord(char): byte for char, byte in _byte_alphabet().items()}
 
 
 def _byte_level(*before: pre_tokenizers.PreTokenizer, words: bool) -> pre_tokenizers.PreTokenizer:
@@ -86,7 +88,14 @@ class Tokenizer:
     def load(cls, files: ModelFiles, meta: ModelMeta) -> Self:
         """Raises Unsupported naming what is not supported: the tokenizer's model, pre-tokenizer or decoder."""
         if files.kind == "gguf":
-            inner, hidden = _from_gguf(files.path)
+            inner, hidden = cached(
+                files,
+                "tokenizer",
+                code_version(__file__, also=tokenizers.__version__),
+                lambda: _from_gguf(files.path),
+                write=_pack,
+                read=_unpack,
+            )
         else:
             inner, hidden = _from_json(files.path / "tokenizer.json"), frozenset()
         # What ends or begins a text is special even where the file forgot to say so.
@@ -207,6 +216,23 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, frozenset[int]]:
     return inner, frozenset(i for i, kind in enumerate(types) if kind == _UNUSED)
 
 
+class _Kept(msgspec.Struct):
+    """A tokenizer in the cache: the library's own JSON, and the ids of unused entries, which it has no place for."""
+
+    hidden: list[int]
+    inner: msgspec.Raw
+
+
+def _pack(built: tuple[tokenizers.Tokenizer, frozenset[int]]) -> bytes:
+    inner, hidden = built
+    return msgspec.json.encode(_Kept(sorted(hidden), msgspec.Raw(inner.to_str())))
+
+
+def _unpack(data: bytes) -> tuple[tokenizers.Tokenizer, frozenset[int]]:
+    kept = msgspec.json.decode(data, type=_Kept)
+    return tokenizers.Tokenizer.from_buffer(bytes(kept.inner)), frozenset(kept.hidden)
+
+
 def _without_first_space(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """For plain pieces after the first: Metaspace's scheme "first" puts a space before a text, not before a piece."""
     if inner.pre_tokenizer is None or b'"prepend_scheme":"first"' not in inner.pre_tokenizer.__getstate__():
@@ -236,14 +262,20 @@ def _decoder_of(inner: tokenizers.Tokenizer) -> tuple[bool, bool]:
 def _bytes_by_id(inner: tokenizers.Tokenizer, byte_level: bool, added: Mapping[int, str]) -> list[bytes]:
     vocabulary = inner.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    spell = _byte_level_bytes if byte_level else _sentencepiece_bytes
     for text, index in vocabulary.items():
-        if index in added:
-            table[index] = added[index].encode()
-        elif byte_level:
-            known = all(char in _BYTES for char in text)
-            table[index] = bytes(_BYTES[char] for char in text) if known else text.encode()
-        elif match := _BYTE.fullmatch(text):
-            table[index] = bytes([int(match[1], 16)])
-        else:
-            table[index] = text.replace(_SPACE, " ").encode()
+        table[index] = added[index].encode() if index in added else spell(text)
     return table
+
+
+def _byte_level_bytes(text: str) -> bytes:
+    try:
+        return codecs.charmap_encode(text, "strict", _BYTES)[0]  # in C: there are 100,000 of them at every start
+    except UnicodeEncodeError:  # not of the alphabet
+        return text.encode()
+
+
+def _sentencepiece_bytes(text: str) -> bytes:
+    if match := _BYTE.fullmatch(text):
+        return bytes([int(match[1], 16)])
+    return text.replace(_SPACE, " ").encode()

@@ -69,6 +69,7 @@ def test_pull_puts_the_checked_file_in_place_and_is_then_content(
     assert files.path.read_bytes() == PAYLOAD
     assert left_over(data) == [files.path]
     assert catalog.resolve("tiny", data) == files
+    assert catalog.resolve("tiny", data).cache == files.cache == data / "cache" / catalog.fingerprint(files)
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")  # progress is for terminals
 
@@ -340,9 +341,11 @@ def test_fingerprint_sees_weights_sizes_and_metadata(tmp_path: Path) -> None:
         seen.add(catalog.fingerprint(files))
         return len(seen) > before
 
+    weights.write_bytes(bytes(4 << 20))
+    assert changed()
     data = bytearray(3 << 20)
     weights.write_bytes(data)
-    assert changed()
+    assert changed()  # nothing but zeros before and now: the size alone tells
     data[0] = 1
     weights.write_bytes(data)
     assert changed()
@@ -351,12 +354,29 @@ def test_fingerprint_sees_weights_sizes_and_metadata(tmp_path: Path) -> None:
     assert changed()
     (tmp_path / "chat_template.jinja").write_text("x")
     assert changed()
-    data[3 << 19] = 1  # the middle is not read, as documented
+    block = 3 << 19  # one of the 256 begins in the middle of the file, the next 12 KiB on
+    data[block] = 1
+    weights.write_bytes(data)
+    assert changed()
+    data[block + 8192] = 1  # what is between them is not read, as documented
     weights.write_bytes(data)
     assert not changed()
 
 
-def test_fingerprint_of_a_gguf(tmp_path: Path) -> None:
+def test_fingerprint_of_a_gguf_covers_all_metadata_and_parses_nothing(tmp_path: Path) -> None:
+    files = ModelFiles("m", "gguf", tmp_path / "m.gguf")
+    data = bytearray(20 << 20)
+    files.path.write_bytes(data)  # no GGUF file at all
+    seen = {catalog.fingerprint(files)}
+    between = 8192  # blocks of 4 KiB begin 80 KiB apart
+    for place, is_seen in ((between, True), (15 * (1 << 20) + between, True), (18 * (1 << 20) + between, False)):
+        data[place] = 1
+        files.path.write_bytes(data)
+        assert (catalog.fingerprint(files) not in seen) is is_seen, place
+        seen.add(catalog.fingerprint(files))
+
+
+def test_fingerprint_is_that_of_the_content(tmp_path: Path) -> None:
     one, other = (write_gguf(tmp_path / f"{name}.gguf", add_bos_token=name == "b") for name in "ab")
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(one.path.read_bytes())

@@ -115,6 +115,12 @@ def test_kinds_of_gguf_tokens(tmp_path: Path) -> None:
     assert [tokenizer.token_bytes(i) for i in (stop, think, pad, eot)] == [b"", b"<think>", b"", b""]
 
 
+def test_an_added_token_is_spelled_as_it_is_and_a_strange_one_too(tmp_path: Path) -> None:
+    files = write_gguf(tmp_path / "m.gguf", extra=(("Ġadded", 4), ("Ġword", 1), ("two words", 1)))
+    tokenizer = Tokenizer.load(files, read_meta(files))
+    assert [tokenizer.token_bytes(i) for i in (257, 258, 259)] == ["Ġadded".encode(), b" word", b"two words"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

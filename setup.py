@@ -6,7 +6,8 @@ setup(
     ext_modules=[
         Extension(
             "forebay.engine.kernels._native",
-            ["forebay/engine/kernels/kernels.c"],
+            [f"forebay/engine/kernels/{name}.c" for name in ("attend", "linear", "program")],
+            depends=[f"forebay/engine/kernels/{name}.h" for name in ("common", "tile")],
             extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=fast", "-Wno-psabi"],
             optional=True,
         )

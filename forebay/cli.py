@@ -89,6 +89,25 @@ def chat(
     sys.exit(talk.run())
 
 
+@main.command(cls=SettingsCommand, only=("data_dir",))
+@click.argument("model")
+@click.option("--report", is_flag=True, help="Measure, and store the verdict that `auto` goes by.")
+def quantize(model: str, report: bool, config: Path | None, **flags: str | None) -> None:
+    """What quantization costs and gains MODEL on this machine.
+
+    Measures speed, memory and accuracy of each mode of --quantize and --kv-dtype; some minutes for a small model.
+    """
+    import subprocess
+
+    from .config import load
+
+    if not report:
+        raise click.UsageError("give --report to measure and store a verdict")
+    # In a process of its own, because the command line stays without torch.
+    command = [sys.executable, "-m", "forebay.bench.quality", model, "--data-dir"]
+    sys.exit(subprocess.run([*command, str(load(flags, file=config).paths.data_dir)], check=False).returncode)
+
+
 @main.command()
 @click.option("--url", default=_URL, show_default=True, help="Any server that speaks the OpenAI API.")
 @click.option("--model", help="Model name; the server's first one if not given.")

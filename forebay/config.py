@@ -51,6 +51,16 @@ class EngineSettings(Room):
         default="auto",
         description="Type of weights and KV cache; auto takes bfloat16 where the hardware computes in it.",
     )
+    quantize: Literal["auto", "none", "int8", "int4"] = Field(
+        default="auto",
+        description="Weights of the linear layers; auto takes what `forebay quantize --report` has found best here.",
+    )
+    kv_dtype: Literal["auto", "model", "int8"] = Field(
+        default="auto", description="KV cache: the model's type or 8 bits; auto as for quantize."
+    )
+    quantize_anyway: bool = Field(
+        default=False, description="Take a quantization that has failed its report on this model."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
     threads: int = Field(default=0, ge=0, le=1024, description="Compute threads of the engine; 0 takes every core.")
     kernels: Literal["auto", "off"] = Field(

@@ -13,7 +13,7 @@ from typing import Self
 
 import msgspec
 
-from ..catalog import ModelFiles, fingerprint, read_meta
+from ..catalog import ModelFiles, fingerprint, open_gguf, read_meta
 from ..config import Settings
 from ..contract import (
     ChatRequest,
@@ -52,7 +52,7 @@ class _Order:
 class LocalBackend:
     def __init__(self, files: ModelFiles, settings: Settings) -> None:
         self._files = files
-        self._client = EngineClient((files.id, files.kind, files.path), settings.engine)
+        self._client = EngineClient((files.id, files.kind, files.path, files.cache), settings.engine)
 
     async def __aenter__(self) -> Self:
         await self._client.start()
@@ -74,6 +74,7 @@ class LocalBackend:
         self._meta = read_meta(self._files)
         self._tokenizer = Tokenizer.load(self._files, self._meta)
         self._template = ChatTemplate.of(self._meta)
+        open_gguf.cache_clear()  # a parsed file is 140 MiB of small objects, and the front needs it no more
         self._fingerprint = fingerprint(self._files)
         self._created = int(time.time())
 

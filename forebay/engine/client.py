@@ -66,9 +66,9 @@ class Stream:
 
 
 class EngineClient:
-    """``model`` is (id, kind, path) of the model's files."""
+    """``model`` is (id, kind, path, cache) of the model's files."""
 
-    def __init__(self, model: tuple[str, str, Path], settings: EngineSettings) -> None:
+    def __init__(self, model: tuple[str, str, Path, Path | None], settings: EngineSettings) -> None:
         self._model = model
         self._settings = settings
         self.state = "stopped"
@@ -204,8 +204,14 @@ class EngineClient:
     async def _run_once(self) -> str:
         """One child from start to end. Returns why it ended; kills it if this is cancelled."""
         ours, theirs = socket.socketpair()
-        id, kind, path = self._model
-        order = {"id": id, "kind": kind, "path": str(path), "settings": self._settings.model_dump(mode="json")}
+        id, kind, path, cache = self._model
+        order = {
+            "id": id,
+            "kind": kind,
+            "path": str(path),
+            "cache": str(cache) if cache else None,
+            "settings": self._settings.model_dump(mode="json"),
+        }
         argv = [sys.executable, "-m", "forebay.engine.process", str(theirs.fileno()), json.dumps(order)]
         child: asyncio.subprocess.Process | None = None
         try:

@@ -143,7 +143,8 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the front's to handle
     logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s", stream=sys.stderr)
     order = json.loads(argv[2])
-    files = ModelFiles(order["id"], order["kind"], Path(order["path"]))
+    cache = Path(order["cache"]) if order["cache"] else None
+    files = ModelFiles(order["id"], order["kind"], Path(order["path"]), cache)
     link = Link(socket.socket(fileno=int(argv[1])))
     try:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import psutil
 import torch
 
@@ -18,6 +19,8 @@ from .attention.paged import PagedAttention
 from .batch import Batch
 from .kv.capacity import pages_of, pool_pages
 from .kv.pages import PAGE_SIZE
+from .model import verdict
+from .model.compiled import CompiledDecoder
 from .model.decoder import Decoder
 from .model.spec import ModelSpec, read_spec
 from .model.weights import load_weights
@@ -37,17 +40,26 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A loaded model with its pool. ``summary``: label -> line for people."""
+    """A loaded model with its pool. ``weight_bytes`` in all, ``kv_token_bytes`` per token; ``summary``: label -> line
+    for people."""
 
     runner: ModelRunner
     spec: ModelSpec
     n_pages: int
     max_context: int
+    weight_bytes: int
+    kv_token_bytes: int
     summary: dict[str, str]
 
 
+class Model(Protocol):
+    """A decoder: torch's or the compiled one."""
+
+    def forward(self, batch: Batch, attention: Attention) -> torch.Tensor: ...
+
+
 class ModelRunner:
-    def __init__(self, decoder: Decoder, attention: Attention) -> None:
+    def __init__(self, decoder: Model, attention: Attention) -> None:
         self._decoder = decoder
         self._attention = attention
 
@@ -61,10 +73,13 @@ class ModelRunner:
                 tokens[i] = token
         return tokens
 
-    def logits(self, step: Step) -> torch.Tensor:
-        """Logits [S, vocab] of the step's sampling rows, for judges and reports."""
+    def logits(self, step: Step, *, every_row: bool = False) -> torch.Tensor:
+        """Logits [S, vocab] of the step's sampling rows or of all, for judges and reports. Valid until the next."""
+        batch = Batch.of(step)
+        if every_row:
+            batch = replace(batch, sample_rows=np.arange(len(batch.ids)))
         with torch.inference_mode():
-            return self._decoder.forward(Batch.of(step), self._attention)
+            return self._decoder.forward(batch, self._attention)
 
     def warm_up(self, *, max_batch: int, token_budget: int, max_context: int, n_pages: int) -> int:
         """Run every planned shape once, so that the first user does not pay for it. Returns the number of steps.
@@ -78,13 +93,15 @@ class ModelRunner:
         plans += [[(0, chunk)], [(chunk, chunk)]]
         plans.append([(1, 1)] * (sizes[-1] - 1) + [(0, max(2, chunk - max_batch))])
         for plan in plans:
-            self.execute(Step(tuple(_dummy(start, count, n_pages) for start, count in plan)))
+            self.execute(Step(tuple(dummy_work(start, count, n_pages) for start, count in plan)))
         return len(plans)
 
 
-def _dummy(start: int, count: int, n_pages: int) -> Work:
+def dummy_work(start: int, count: int, n_pages: int, first_page: int = 0) -> Work:
+    """``count`` rows after ``start`` that are taken for computed, in pages from ``first_page`` on: for warm-up and
+    measurements, while nobody holds a page."""
     ids = [0] * (start + count)
-    table = [page % n_pages for page in range(pages_of(len(ids)))]
+    table = [(first_page + page) % n_pages for page in range(pages_of(len(ids)))]
     seq = Sequence(GenSpec(id=0, ids=ids, max_tokens=1), arrival=0, ids=ids, table=table)
     return Work(seq, start, count, samples=True)
 
@@ -99,9 +116,15 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
     if settings.max_context > spec.max_context:
         raise Unsupported(f"max-context {settings.max_context} is more than the model's {spec.max_context}")
     max_context = settings.max_context or spec.max_context
-    weights = load_weights(files, spec, dtype, device)
-    shape = KVShape(spec.n_layers, spec.n_kv_heads, spec.head_dim)
-    page_bytes = shape.page_elements() * dtype.itemsize
+    level = kernels.level() if settings.kernels == "auto" and device.type == "cpu" else "none"
+    quantize, kv = verdict.choose(settings, files.cache, level)
+    shape = KVShape(spec.n_layers, spec.n_kv_heads, spec.head_dim, torch.int8 if kv == "int8" else dtype)
+    native = level != "none" and NativeAttention.usable(shape, spec.n_heads, dtype, device)
+    compiled = native and quantize != "none" and CompiledDecoder.usable(spec)
+    # Between the compiled operations activations are float32, whatever the dtype.
+    inner = torch.float32 if compiled else dtype
+    weights = load_weights(files, spec, inner, device, quantize)
+    page_bytes = shape.page_bytes()
     useful = 4 * settings.max_batch * pages_of(max_context)
     n_pages = pool_pages(settings.kv_memory, _free_bytes(device), page_bytes, useful)
     if n_pages < settings.max_batch:
@@ -109,21 +132,25 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
             f"kv-memory {settings.kv_memory} holds {n_pages} pages of {page_bytes} bytes; "
             f"max-batch {settings.max_batch} needs at least one each"
         )
-    pool = empty_pool(shape, n_pages, dtype, device)
-    attention: Attention = PagedAttention(pool, shape)
-    native = settings.kernels == "auto" and NativeAttention.usable(shape, spec.n_heads, dtype, device)
+    pool = empty_pool(shape, n_pages, device)
+    attention: Attention = PagedAttention(pool, shape, inner)
+    decoder: Model = Decoder(spec, weights)
     if native:
         kernels.use_threads(torch.get_num_threads())
-        attention = NativeAttention(pool, shape, spec.n_heads)
-    runner = ModelRunner(Decoder(spec, weights), attention)
+        attention = NativeAttention(pool, shape, spec.n_heads, inner)
+        if compiled:
+            decoder = CompiledDecoder(spec, weights, attention)
+    runner = ModelRunner(decoder, attention)
+    name = str(dtype).removeprefix("torch.")
     summary = {
-        "dtype": str(dtype).removeprefix("torch."),
+        "weights": f"{weights.n_bytes() / 2**20:,.0f} MiB in {name if quantize == 'none' else quantize}",
         "device": str(device) + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
-        "kernels": "compiled" if native else "torch",
-        "weights": f"{weights.n_bytes() / 2**20:,.0f} MiB",
-        "kv cache": f"{n_pages:,} pages of {PAGE_SIZE} tokens, {n_pages * page_bytes / 2**30:.2f} GiB",
+        "kernels": f"compiled{'' if compiled else ' attention'} ({level})" if native else "torch",
+        "kv cache": f"{n_pages:,} pages of {PAGE_SIZE} tokens, {n_pages * page_bytes / 2**30:.2f} GiB "
+        f"in {name if kv == 'model' else kv}, {page_bytes // PAGE_SIZE:,} bytes a token",
     }
-    return Built(runner, spec, n_pages, min(max_context, n_pages * PAGE_SIZE), summary)
+    max_context = min(max_context, n_pages * PAGE_SIZE)
+    return Built(runner, spec, n_pages, max_context, weights.n_bytes(), page_bytes // PAGE_SIZE, summary)
 
 
 def _device(name: str) -> torch.device:

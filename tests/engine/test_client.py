@@ -30,7 +30,7 @@ def anyio_backend() -> str:
 
 def client_of(files: ModelFiles, **more: object) -> EngineClient:
     settings = {"dtype": "float32", "device": "cpu", "kv_memory": 2**24, "threads": 1, "max_batch": 4, **more}
-    return EngineClient((files.id, files.kind, files.path), EngineSettings.model_validate(settings))
+    return EngineClient((files.id, files.kind, files.path, None), EngineSettings.model_validate(settings))
 
 
 @asynccontextmanager
@@ -227,7 +227,7 @@ from forebay.engine.client import EngineClient
 
 async def main():
     settings = EngineSettings(dtype="float32", device="cpu", kv_memory=2**24, threads=1)
-    client = EngineClient(("tiny", "hf", Path(sys.argv[1])), settings)
+    client = EngineClient(("tiny", "hf", Path(sys.argv[1]), None), settings)
     await client.start()
     await client.wait_ready()
     print(client.pid, flush=True)

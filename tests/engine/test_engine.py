@@ -76,7 +76,7 @@ def float32(files: ModelFiles, kernels: str = "auto") -> Built:
 def test_law_9_tiny(plain: tuple[ModelFiles, Judge], kernels: str) -> None:
     files, judge = plain
     built = float32(files, kernels)
-    assert built.summary["kernels"] == ("torch" if kernels == "off" or library() is None else "compiled")
+    assert built.summary["kernels"].startswith("torch" if kernels == "off" or library() is None else "compiled")
     found = every_path(built, prompt(150), 64)
     assert found == dict.fromkeys(found, judge.greedy(prompt(150), 64))
 

@@ -17,38 +17,60 @@ class KVShape:
     """What one page holds: [layer][K|V][head], and inside a head K as [dim][16 tokens] and V as [16 tokens][dim].
 
     A page is one contiguous span. K stands transposed because scores of 16 tokens at once are then one multiply-add
-    per dim, with no sum across a register.
+    per dim, with no sum across a register. In ``dtype`` int8 each head's values are followed by 16 float32 scales,
+    one per token.
     """
 
     n_layers: int
     n_kv_heads: int
     head_dim: int
+    dtype: torch.dtype
 
-    def page_elements(self) -> int:
-        return self.n_layers * 2 * self.n_kv_heads * PAGE_SIZE * self.head_dim
+    def block_elements(self) -> int:
+        """Elements of one head's K or V."""
+        return PAGE_SIZE * self.head_dim + (4 * PAGE_SIZE if self.dtype == torch.int8 else 0)
+
+    def page_bytes(self) -> int:
+        return self.n_layers * 2 * self.n_kv_heads * self.block_elements() * self.dtype.itemsize
 
 
-def empty_pool(shape: KVShape, n_pages: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A pool [pages, layers, 2, kv heads, 16 * head dim] of zeros.
+def empty_pool(shape: KVShape, n_pages: int, device: torch.device) -> torch.Tensor:
+    """A pool [pages, layers, 2, kv heads, block elements] of zeros.
 
     On CPU its memory is asked for but not touched: the system gives a page of it when it is first written.
     Zeros, because attention with torch multiplies what it masks by 0, and garbage may be NaN.
     """
-    dims = (n_pages, shape.n_layers, 2, shape.n_kv_heads, PAGE_SIZE * shape.head_dim)
+    dims = (n_pages, shape.n_layers, 2, shape.n_kv_heads, shape.block_elements())
     if device.type != "cpu":
-        return torch.zeros(dims, dtype=dtype, device=device)
-    raw = np.zeros(n_pages * shape.page_elements() * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(dims)
+        return torch.zeros(dims, dtype=shape.dtype, device=device)
+    raw = np.zeros(n_pages * shape.page_bytes(), dtype=np.uint8)
+    return torch.from_numpy(raw).view(shape.dtype).view(dims)
 
 
-def k_view(pool: torch.Tensor) -> torch.Tensor:
+def k_view(pool: torch.Tensor, head_dim: int) -> torch.Tensor:
     """K of the pool as [pages, layers, kv heads, dim, 16]."""
-    return pool[:, :, 0].view(*pool.shape[:2], pool.shape[3], -1, PAGE_SIZE)
+    k = pool[:, :, 0, :, : PAGE_SIZE * head_dim]
+    return k.view(*k.shape[:-1], head_dim, PAGE_SIZE)
 
 
-def v_view(pool: torch.Tensor) -> torch.Tensor:
+def v_view(pool: torch.Tensor, head_dim: int) -> torch.Tensor:
     """V of the pool as [pages, layers, kv heads, 16, dim]."""
-    return pool[:, :, 1].view(*pool.shape[:2], pool.shape[3], PAGE_SIZE, -1)
+    v = pool[:, :, 1, :, : PAGE_SIZE * head_dim]
+    return v.view(*v.shape[:-1], PAGE_SIZE, head_dim)
+
+
+def scale_view(pool: torch.Tensor) -> torch.Tensor:
+    """Scales of an int8 pool as float32 [pages, layers, K|V, kv heads, 16]."""
+    return pool[..., -4 * PAGE_SIZE :].view(torch.float32)
+
+
+def to_int8(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [..., dim] -> (int8 [..., dim], float32 scales [...]), rounded to nearest, ties to even. What is not
+    finite gets the scale NaN, so that it stays broken."""
+    kv = kv.float()
+    top = kv.abs().amax(-1)
+    codes = (kv * torch.where(top > 0, 127 / top, 0)[..., None]).nan_to_num(1, 1, 1).round().to(torch.int8)
+    return codes, torch.where(top.isfinite(), top / 127, torch.nan)
 
 
 class Attention(Protocol):

@@ -6,12 +6,13 @@ import torch
 
 from ..batch import Batch
 from ..kv.pages import PAGE_SIZE
-from .base import KVShape, k_view, v_view
+from .base import KVShape, k_view, scale_view, to_int8, v_view
 
 
 class NaiveAttention:
     def __init__(self, pool: torch.Tensor, shape: KVShape) -> None:
-        self._k, self._v = k_view(pool), v_view(pool)
+        self._k, self._v = k_view(pool, shape.head_dim), v_view(pool, shape.head_dim)
+        self._scales = scale_view(pool) if shape.dtype == torch.int8 else None
         self._shape = shape
 
     def begin(self, batch: Batch) -> None:
@@ -21,8 +22,12 @@ class NaiveAttention:
         batch, heads = self._batch, self._shape.n_kv_heads
         for row in range(len(batch.ids)):
             page, offset = int(batch.page[row]), int(batch.offset[row])
-            self._k[page, layer, :, :, offset] = kv[row, :heads]
-            self._v[page, layer, :, offset] = kv[row, heads:]
+            values = kv[row]
+            if self._scales is not None:
+                values, scales = to_int8(values)
+                self._scales[page, layer, :, :, offset] = scales.view(2, heads)
+            self._k[page, layer, :, :, offset] = values[:heads]
+            self._v[page, layer, :, offset] = values[heads:]
         out = torch.empty_like(q)
         group = q.shape[1] // heads
         for b in range(len(batch.kv_len)):
@@ -31,6 +36,9 @@ class NaiveAttention:
             # [kv heads, tokens, dim]
             keys = self._k[pages, layer].permute(1, 0, 3, 2).flatten(1, 2).double()
             values = self._v[pages, layer].permute(1, 0, 2, 3).flatten(1, 2).double()
+            if self._scales is not None:
+                k_scale, v_scale = self._scales[pages, layer].permute(1, 2, 0, 3).flatten(2)[..., None].double()
+                keys, values = keys * k_scale, values * v_scale
             for row in range(int(batch.q_start[b]), int(batch.q_start[b + 1])):
                 seen = int(batch.positions[row]) + 1
                 for head in range(q.shape[1]):

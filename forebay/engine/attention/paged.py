@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..batch import Batch, Ints
 from ..kv.pages import PAGE_SIZE
-from .base import KVShape, k_view, v_view
+from .base import KVShape, k_view, scale_view, to_int8, v_view
 
 
 @dataclass(slots=True)
@@ -42,14 +42,15 @@ class _Chunk:
 
 
 class PagedAttention:
-    def __init__(self, pool: torch.Tensor, shape: KVShape) -> None:
+    def __init__(self, pool: torch.Tensor, shape: KVShape, dtype: torch.dtype) -> None:
         self._shape = shape
-        self._device, self._dtype = pool.device, pool.dtype
-        self._pool, self._k, self._v = pool, k_view(pool), v_view(pool)
-        self._spans = pool.view(-1, PAGE_SIZE * shape.head_dim)
+        self._device, self._dtype = pool.device, dtype
+        self._pool, self._k, self._v = pool, k_view(pool, shape.head_dim), v_view(pool, shape.head_dim)
+        self._scales = scale_view(pool) if shape.dtype == torch.int8 else None
+        self._spans = pool.view(-1, shape.block_elements())
         self._groups: list[_Group] = []
         self._chunks: list[_Chunk] = []
-        self._buffer = torch.empty(0, dtype=pool.dtype, device=pool.device)
+        self._buffer = torch.empty(0, dtype=shape.dtype, device=pool.device)
 
     def begin(self, batch: Batch) -> None:
         # What a page held before may be NaN, and a masked NaN is still one when it is multiplied by 0.
@@ -60,15 +61,19 @@ class PagedAttention:
         # One buffer serves all groups and chunks: they attend one after the other.
         parts: list[_Group | _Chunk] = [*self._groups, *self._chunks]
         size = max(part.span.numel() for part in parts)
-        if self._buffer.numel() < size * PAGE_SIZE * self._shape.head_dim:
-            self._buffer = self._buffer.new_empty(size * PAGE_SIZE * self._shape.head_dim)
+        block = self._shape.block_elements()
+        if self._buffer.numel() < size * block:
+            self._buffer = self._buffer.new_empty(size * block)
         for part in parts:
             n = part.span.numel()
-            part.out = self._buffer[: n * PAGE_SIZE * self._shape.head_dim].view(n, -1)
+            part.out = self._buffer[: n * block].view(n, -1)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         heads, dim = self._shape.n_kv_heads, self._shape.head_dim
         jump = layer * 2 * heads
+        if self._scales is not None:
+            kv, scales = to_int8(kv)
+            self._scales[self._page, layer, :, :, self._offset] = scales.view(-1, 2, heads)
         self._k[self._page, layer, :, :, self._offset] = kv[:, :heads]
         self._v[self._page, layer, :, self._offset] = kv[:, heads:]
         out = torch.empty_like(q)
@@ -90,9 +95,13 @@ class PagedAttention:
     def _gather(self, part: _Group | _Chunk, jump: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [n, kv heads, tokens, dim] of ``n`` sequences at the layer that begins at span ``jump``."""
         torch.index_select(self._spans, 0, part.span + jump, out=part.out)
-        k, v = part.out.view(2, n, self._shape.n_kv_heads, -1, PAGE_SIZE * self._shape.head_dim)
-        k = k.unflatten(-1, (-1, PAGE_SIZE)).transpose(-1, -2)
-        return k.flatten(2, 3), v.unflatten(-1, (PAGE_SIZE, -1)).flatten(2, 3)
+        size = PAGE_SIZE * self._shape.head_dim
+        k, v = part.out[:, :size].view(2, n, self._shape.n_kv_heads, -1, size)
+        k, v = k.unflatten(-1, (-1, PAGE_SIZE)).transpose(-1, -2), v.unflatten(-1, (PAGE_SIZE, -1))
+        if self._scales is not None:
+            scales = scale_view(part.out).view(2, n, self._shape.n_kv_heads, -1, PAGE_SIZE, 1).to(self._dtype)
+            k, v = k * scales[0], v * scales[1]
+        return k.flatten(2, 3), v.flatten(2, 3)
 
     def _group(self, batch: Batch, rows: Ints) -> _Group:
         pages = -(-int(batch.kv_len[rows].max()) // PAGE_SIZE)

@@ -1,138 +1,24 @@
-/* Forebay's CPU kernels. Plain C, no Python and no torch headers; called through ctypes with raw pointers.
- *
- * One source for every instruction set: arithmetic is on vectors of 8 floats (GCC vector extensions), which the compiler
- * maps to what there is (one AVX2 register, two of SSE or NEON), and the workers are cloned for each level of x86-64; the
- * loader picks one at run time. (Vectors of 16 would be one register of AVX-512, but on AVX2 GCC keeps such sums in
- * memory: ten times slower.) Nothing here allocates, and no result depends on the number of threads or on which
- * other sequences are in the batch: every row is computed by itself, in one fixed order.
- */
-#include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONED
-#endif
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float v8 __attribute__((vector_size(32)));
-typedef int32_t i8 __attribute__((vector_size(32)));
-typedef uint32_t u8 __attribute__((vector_size(32)));
-typedef uint16_t h8 __attribute__((vector_size(16)));
+/* Paged attention and the writing of K and V. */
+#include "common.h"
 
 /* AHEAD: pages from the one in work to the one that is fetched; 1, 2 and 8 were slower, and so was fetching into L1. */
-enum { PAGE = 16, AHEAD = 4, SPLIT = 256, MAX_ROWS = 64, MAX_DIM = 256, FLOAT32 = 0, BFLOAT16 = 1 };
-
-/* ---- threads: torch's own OpenMP team, so that two pools never spin against each other. Without it, one thread. */
-
-typedef void (*team_fn)(void (*)(void *), void *, unsigned, unsigned);
-static team_fn team;
-static unsigned team_size = 1;
-
-/* `run_team` is GOMP_parallel of the OpenMP runtime that torch has loaded, or NULL. */
-void forebay_init(team_fn run_team, unsigned threads) {
-    team = run_team;
-    team_size = run_team && threads > 1 ? threads : 1;
-}
-
-static void run(void (*work)(void *), void *job, int64_t units) {
-    if (team_size > 1 && units > 1)
-        team(work, job, team_size, 0);
-    else
-        work(job);
-}
-
-/* ---- vectors */
-
-INLINE v8 splat(float x) { return (v8){x, x, x, x, x, x, x, x}; }
-
-INLINE v8 load(const float *p) {
-    v8 v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
-INLINE void store(float *p, v8 v) { memcpy(p, &v, sizeof v); }
+enum { AHEAD = 4, SPLIT = 256, MAX_ROWS = 64 };
 
 INLINE v8 load_any(const void *base, int64_t at, int type) {
     if (type == FLOAT32) return load((const float *)base + at);
+    if (type == INT8) {
+        b8 b;
+        memcpy(&b, (const int8_t *)base + at, sizeof b);
+        return __builtin_convertvector(__builtin_convertvector(b, i8), v8);
+    }
     h8 h;
     memcpy(&h, (const uint16_t *)base + at, sizeof h);
     return (v8)(__builtin_convertvector(h, u8) << 16);
 }
 
-INLINE uint16_t to_bf16(float x) { /* round to nearest even; NaN stays NaN */
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
-
-INLINE void store_any(void *base, int64_t at, float x, int type) {
-    if (type == FLOAT32)
-        ((float *)base)[at] = x;
-    else
-        ((uint16_t *)base)[at] = to_bf16(x);
-}
-
-INLINE float load_one(const void *base, int64_t at, int type) {
-    if (type == FLOAT32) return ((const float *)base)[at];
-    uint32_t bits = (uint32_t)((const uint16_t *)base)[at] << 16;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-/* exp(x) for x <= 0, 0 below -87. 2^k * 2^f with f in [-1/2, 1/2] by a polynomial of degree 6 (Taylor of 2^f: relative
- * error under 2e-7). */
-INLINE v8 exp_negative(v8 x) {
-    const v8 log2e = splat(1.44269504088896341f), magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds */
-    i8 dead = x < splat(-87.0f);
-    v8 t = x * log2e;
-    v8 k = (t + magic) - magic;
-    v8 f = (x - k * splat(0.693359375f)) + k * splat(2.12194440e-4f); /* x - k ln 2, in two parts */
-    v8 p = splat(1.f / 720);
-    p = p * f + splat(1.f / 120);
-    p = p * f + splat(1.f / 24);
-    p = p * f + splat(1.f / 6);
-    p = p * f + splat(.5f);
-    p = p * f + splat(1.f);
-    p = p * f + splat(1.f);
-    i8 power = (__builtin_convertvector(k, i8) + 127) << 23;
-    return (v8)((i8)(p * (v8)power) & ~dead);
-}
-
-INLINE float exp_one(float x) { return exp_negative(splat(x))[0]; }
-
-INLINE v8 max8(v8 a, v8 b) {
-    i8 more = b > a;
-    return (v8)(((i8)b & more) | ((i8)a & ~more));
-}
-
-INLINE float sum8(v8 v) { /* in a fixed order */
-    float s = 0;
-    for (int i = 0; i < 8; i++) s += v[i];
-    return s;
-}
-
-/* ---- paged attention */
-
-typedef struct {
-    const void *q; /* [rows, heads, dim], q_stride elements from row to row, of `type` like the pool and out */
-    void *out;     /* [rows, heads * dim] */
-    void *pool;    /* [page][layer][K|V][kv head]: K as [dim][16 tokens], V as [16 tokens][dim] */
-    const int64_t *tables, *positions;
-    const int64_t *units; /* [n_units][3]: sequence, first row, rows */
-    int64_t n_units, table_width, q_stride;
-    int32_t layer, n_layers, heads, kv_heads, dim, type;
-    float scale;
-    atomic_llong next;
-} attend_job;
-
-INLINE int64_t block_of(const attend_job *j, int64_t page, int kv, int head) {
-    return (((page * j->n_layers + j->layer) * 2 + kv) * j->kv_heads + head) * PAGE * j->dim;
+INLINE const char *block_of(const attend_job *j, int32_t layer, int64_t page, int kv, int head, int type) {
+    return (const char *)j->pool +
+           (((page * j->n_layers + layer) * 2 + kv) * j->kv_heads + head) * block_bytes(j->dim, type);
 }
 
 /* Up to four rows at once, each with two sums in registers: what a row adds, as long as R says that it is there. */
@@ -143,43 +29,50 @@ INLINE int64_t block_of(const attend_job *j, int64_t page, int kv, int head) {
         v8 x = splat(factors[r * stride]); \
         low##r += x * low, high##r += x * high; \
     }
+#define SCALE(r) \
+    if (R > r) low##r *= low, high##r *= high;
 #define LOAD(r) \
     if (R > r) low##r = load(to + r * to_stride), high##r = load(to + r * to_stride + 8);
 #define STORE(r) \
     if (R > r) store(to + r * to_stride, low##r), store(to + r * to_stride + 8, high##r);
 
 /* Scores of R rows against the 16 tokens of one page of K. */
-INLINE void dot_page(const int R, const float *q, const void *pool, int64_t k, float *to, int dim, int type) {
+INLINE void dot_page(const int R, const float *q, const void *k, float *to, int dim, int type) {
     enum { stride = MAX_DIM, to_stride = SPLIT };
     EACH_ROW(SUMS)
     for (int d = 0; d < dim; d++) {
         const float *factors = q + d;
-        v8 low = load_any(pool, k + d * PAGE, type), high = load_any(pool, k + d * PAGE + 8, type);
+        v8 low = load_any(k, d * PAGE, type), high = load_any(k, d * PAGE + 8, type);
         EACH_ROW(ADD)
+    }
+    if (type == INT8) {
+        v8 low = load((const float *)((const int8_t *)k + dim * PAGE));
+        v8 high = load((const float *)((const int8_t *)k + dim * PAGE) + 8);
+        EACH_ROW(SCALE)
     }
     EACH_ROW(STORE)
 }
 
 /* 16 dims of R rows: add the values of up to 16 tokens of one page of V, weighed by their scores. */
-INLINE void weigh_page(const int R, const float *scores, const void *pool, int64_t v, int tokens, float *to, int dim,
+INLINE void weigh_page(const int R, const float *scores, const void *v, int first, int tokens, float *to, int dim,
                        int type) {
     enum { stride = SPLIT, to_stride = MAX_DIM };
     EACH_ROW(SUMS)
     EACH_ROW(LOAD)
-    for (int t = 0; t < tokens; t++, v += dim) {
+    for (int t = 0; t < tokens; t++) {
         const float *factors = scores + t;
-        v8 low = load_any(pool, v, type), high = load_any(pool, v + 8, type);
+        v8 low = load_any(v, t * dim + first, type), high = load_any(v, t * dim + first + 8, type);
         EACH_ROW(ADD)
     }
     EACH_ROW(STORE)
 }
 
 /* A block of a page lies anywhere in memory, where no hardware prefetcher follows: ask for a later one in time. */
-INLINE void fetch_ahead(const attend_job *j, const int64_t *table, int64_t at, int64_t length, int kv, int head, int type) {
+INLINE void fetch_ahead(const attend_job *j, int32_t layer, const int64_t *table, int64_t at, int64_t length, int kv,
+                        int head, int type) {
     if (at + AHEAD * PAGE >= length) return;
-    const int size = type == FLOAT32 ? 4 : 2;
-    const char *block = (const char *)j->pool + block_of(j, table[at / PAGE + AHEAD], kv, head) * size;
-    for (int i = 0; i < PAGE * j->dim * size; i += 64) __builtin_prefetch(block + i, 0, 2);
+    const char *block = block_of(j, layer, table[at / PAGE + AHEAD], kv, head, type);
+    for (int64_t i = 0; i < block_bytes(j->dim, type); i += 64) __builtin_prefetch(block + i, 0, 2);
 }
 
 #define BY_FOUR(count, r, call) \
@@ -189,27 +82,42 @@ INLINE void fetch_ahead(const attend_job *j, const int64_t *table, int64_t at, i
         case 3: { enum { R = 3 }; call; } break; \
         default: { enum { R = 4 }; call; } }
 
+/* Put the softmax of one split to those before it. The same steps whether the splits come one after the other or were
+ * computed apart. */
+INLINE void join(float *total, float *top, float *weight, const float *part, float best, float sum, int dim) {
+    if (sum == 0) return;
+    float high = best > *top ? best : *top;
+    float old = exp_one(*top - high), new = exp_one(best - high);
+    volatile float kept = *weight * old; /* one product apart: of two, the compiler may fuse either with the sum */
+    *weight = kept + sum * new;
+    for (int d = 0; d < dim; d += 8) store(total + d, load(total + d) * splat(old));
+    for (int d = 0; d < dim; d += 8) store(total + d, load(total + d) + load(part + d) * splat(new));
+    *top = high;
+}
+
 /* Tokens in fixed splits of 256 from position 0: a softmax within each, merged in order. So a row's result does not
- * depend on where a chunk begins or on what else is computed with it. */
-INLINE void attend_unit(attend_job *j, int64_t unit, int head, const int type) {
+ * depend on where a chunk begins or on what else is computed with it. A unit is some rows of one sequence and all of
+ * their splits, or one row and one of its splits: then the parts are merged afterwards. */
+INLINE void attend_unit(const attend_job *j, int32_t layer, int64_t unit, int head, const int type) {
     float q[MAX_ROWS * MAX_DIM], scores[MAX_ROWS * SPLIT], part[MAX_ROWS * MAX_DIM], total[MAX_ROWS * MAX_DIM];
     float top[MAX_ROWS], weight[MAX_ROWS];
-    const int64_t *u = j->units + unit * 3, *table = j->tables + u[0] * j->table_width;
+    const int64_t *u = j->units + unit * 5, *table = j->tables + u[0] * j->table_width;
     const int group = j->heads / j->kv_heads, rows = (int)u[2] * group, dim = j->dim;
     for (int r = 0; r < rows; r++) {
         int64_t from = (u[1] + r / group) * j->q_stride + (int64_t)(head * group + r % group) * dim;
-        for (int d = 0; d < dim; d++) q[r * MAX_DIM + d] = load_one(j->q, from + d, type) * j->scale;
+        for (int d = 0; d < dim; d++) q[r * MAX_DIM + d] = load_one(j->q, from + d, j->io) * j->scale;
         top[r] = -__builtin_inff();
         weight[r] = 0;
         memset(total + r * MAX_DIM, 0, sizeof(float) * dim);
     }
-    const int64_t length = j->positions[u[1] + u[2] - 1] + 1;
-    for (int64_t first = 0; first < length; first += SPLIT) {
-        const int n = length - first < SPLIT ? (int)(length - first) : SPLIT;
+    const int64_t end = j->positions[u[1] + u[2] - 1] + 1;
+    const int64_t begin = u[3] < 0 ? 0 : u[3] * SPLIT, length = u[3] < 0 ? end : least(end, begin + SPLIT);
+    for (int64_t first = begin; first < length; first += SPLIT) {
+        const int n = (int)least(length - first, SPLIT);
         for (int t = 0; t < n; t += PAGE) {
-            int64_t k = block_of(j, table[(first + t) / PAGE], 0, head);
-            fetch_ahead(j, table, first + t, length, 0, head, type);
-            BY_FOUR(rows, r, dot_page(R, q + r * MAX_DIM, j->pool, k, scores + r * SPLIT + t, dim, type))
+            const void *k = block_of(j, layer, table[(first + t) / PAGE], 0, head, type);
+            fetch_ahead(j, layer, table, first + t, end, 0, head, type);
+            BY_FOUR(rows, r, dot_page(R, q + r * MAX_DIM, k, scores + r * SPLIT + t, dim, type))
         }
         const int padded = (n + PAGE - 1) / PAGE * PAGE;
         float best[MAX_ROWS], sum[MAX_ROWS];
@@ -219,8 +127,7 @@ INLINE void attend_unit(attend_job *j, int64_t unit, int head, const int type) {
             for (int t = seen < 0 ? 0 : (int)(seen < padded ? seen : padded); t < padded; t++) s[t] = -__builtin_inff();
             v8 high = load(s);
             for (int t = 8; t < padded; t += 8) high = max8(high, load(s + t));
-            best[r] = high[0];
-            for (int i = 1; i < 8; i++) best[r] = high[i] > best[r] ? high[i] : best[r];
+            best[r] = top8(high);
             sum[r] = 0;
             if (best[r] == -__builtin_inff()) { /* nothing of this split is visible to the row */
                 memset(s, 0, sizeof(float) * padded);
@@ -236,65 +143,120 @@ INLINE void attend_unit(attend_job *j, int64_t unit, int head, const int type) {
         }
         for (int r = 0; r < rows; r++) memset(part + r * MAX_DIM, 0, sizeof(float) * dim);
         for (int t = 0; t < n; t += PAGE) {
-            int64_t v = block_of(j, table[(first + t) / PAGE], 1, head);
-            fetch_ahead(j, table, first + t, length, 1, head, type);
+            const void *v = block_of(j, layer, table[(first + t) / PAGE], 1, head, type);
+            fetch_ahead(j, layer, table, first + t, end, 1, head, type);
             const int tokens = n - t < PAGE ? n - t : PAGE; /* what is not written yet may be anything, NaN too */
+            if (type == INT8) {
+                const float *scales = (const float *)((const int8_t *)v + PAGE * dim);
+                for (int r = 0; r < rows; r++)
+                    for (int i = 0; i < PAGE; i += 8) {
+                        float *s = scores + r * SPLIT + t + i;
+                        store(s, load(s) * load(scales + i));
+                    }
+            }
             for (int d = 0; d < dim; d += 16)
-                BY_FOUR(rows, r, weigh_page(R, scores + r * SPLIT + t, j->pool, v + d, tokens, part + r * MAX_DIM + d,
-                                            dim, type))
+                BY_FOUR(rows, r, weigh_page(R, scores + r * SPLIT + t, v, d, tokens, part + r * MAX_DIM + d, dim, type))
         }
-        for (int r = 0; r < rows; r++) {
-            if (sum[r] == 0) continue;
-            float high = best[r] > top[r] ? best[r] : top[r];
-            float old = exp_one(top[r] - high), new = exp_one(best[r] - high);
-            weight[r] = weight[r] * old + sum[r] * new;
-            for (int d = 0; d < dim; d++)
-                total[r * MAX_DIM + d] = total[r * MAX_DIM + d] * old + part[r * MAX_DIM + d] * new;
-            top[r] = high;
+        if (u[3] >= 0) {
+            for (int r = 0; r < rows; r++) {
+                float *to = j->parts + (u[4] * j->heads + head * group + r) * (dim + 2);
+                memcpy(to, part + r * MAX_DIM, sizeof(float) * dim);
+                to[dim] = best[r];
+                to[dim + 1] = sum[r];
+            }
+            return;
         }
+        for (int r = 0; r < rows; r++)
+            join(total + r * MAX_DIM, top + r, weight + r, part + r * MAX_DIM, best[r], sum[r], dim);
     }
     for (int r = 0; r < rows; r++) {
         int64_t to = ((u[1] + r / group) * j->heads + head * group + r % group) * dim;
-        for (int d = 0; d < dim; d++) store_any(j->out, to + d, total[r * MAX_DIM + d] / weight[r], type);
+        for (int d = 0; d < dim; d++) store_any(j->out, to + d, total[r * MAX_DIM + d] / weight[r], j->io);
     }
 }
 
-CLONED static void attend_work(void *arg) {
-    attend_job *j = arg;
-    const int64_t all = j->n_units * j->kv_heads;
-    int64_t at;
-    while ((at = atomic_fetch_add(&j->next, 1)) < all) {
-        if (j->type == FLOAT32)
-            attend_unit(j, at / j->kv_heads, (int)(at % j->kv_heads), FLOAT32);
-        else
-            attend_unit(j, at / j->kv_heads, (int)(at % j->kv_heads), BFLOAT16);
+/* `unit`: one of n_units * kv_heads. */
+CLONED void forebay_attend_unit(const attend_job *j, int32_t layer, int64_t unit) {
+    const int64_t at = unit / j->kv_heads;
+    const int head = (int)(unit % j->kv_heads);
+    if (j->type == FLOAT32)
+        attend_unit(j, layer, at, head, FLOAT32);
+    else if (j->type == BFLOAT16)
+        attend_unit(j, layer, at, head, BFLOAT16);
+    else
+        attend_unit(j, layer, at, head, INT8);
+}
+
+/* `unit`: one of n_merges * heads. */
+CLONED void forebay_merge_unit(const attend_job *j, int64_t unit) {
+    float total[MAX_DIM] = {0}, top = -__builtin_inff(), weight = 0;
+    const int64_t *m = j->merges + unit / j->heads * 3, head = unit % j->heads;
+    const int dim = j->dim;
+    for (int64_t slot = m[1]; slot < m[1] + m[2]; slot++) {
+        const float *part = j->parts + (slot * j->heads + head) * (dim + 2);
+        join(total, &top, &weight, part, part[dim], part[dim + 1], dim);
     }
+    for (int d = 0; d < dim; d++)
+        store_any(j->out, (m[0] * j->heads + head) * dim + d, total[d] / weight, j->io);
+}
+
+static void attend_work(void *arg) {
+    attend_job *j = arg;
+    int64_t at;
+    while ((at = atomic_fetch_add(&j->next, 1)) < j->n_units * j->kv_heads) forebay_attend_unit(j, j->layer, at);
+}
+
+static void merge_work(void *arg) {
+    attend_job *j = arg;
+    int64_t at;
+    while ((at = atomic_fetch_add(&j->next, 1)) < j->n_merges * j->heads) forebay_merge_unit(j, at);
 }
 
 void forebay_attend(attend_job *j) {
     atomic_store(&j->next, 0);
-    run(attend_work, j, j->n_units * j->kv_heads);
+    forebay_team(attend_work, j, j->n_units * j->kv_heads);
+    if (!j->n_merges) return;
+    atomic_store(&j->next, 0);
+    forebay_team(merge_work, j, j->n_merges * j->heads);
 }
 
 /* ---- writing K and V: kv [rows, 2 * kv heads, dim], kv_stride elements from row to row, into (page, offset) */
 
-typedef struct {
-    const void *kv;
-    void *pool;
-    const int64_t *page, *offset;
-    int64_t rows, kv_stride;
-    int32_t layer, n_layers, kv_heads, dim, type;
-} write_job;
+/* One head of one token in 8 bits; `step` elements from value to value. */
+INLINE void write_int8(const void *from, int64_t at, int io, int8_t *to, int step, float *scale, int dim) {
+    float top = 0, values[MAX_DIM];
+    int broken = 0;
+    for (int d = 0; d < dim; d++) {
+        values[d] = load_one(from, at + d, io);
+        float size = values[d] < 0 ? -values[d] : values[d];
+        broken |= !(size < __builtin_inff());
+        top = size > top ? size : top;
+    }
+    const float by = top > 0 && !broken ? 127 / top : 0;
+    for (int d = 0; d < dim; d += 8) {
+        i8 q = __builtin_convertvector(round8(load(values + d) * by), i8);
+        for (int i = 0; i < 8; i++) to[(d + i) * step] = broken ? 1 : (int8_t)q[i];
+    }
+    *scale = broken ? __builtin_nanf("") : top / 127; /* what is broken must stay so */
+}
 
-void forebay_write(const write_job *w) {
-    const int size = w->type == FLOAT32 ? 4 : 2;
-    for (int64_t row = 0; row < w->rows; row++) {
-        const char *from = (const char *)w->kv + row * w->kv_stride * size;
-        char *to = (char *)w->pool + (w->page[row] * w->n_layers + w->layer) * 2 * w->kv_heads * PAGE * w->dim * size;
-        for (int head = 0; head < w->kv_heads; head++, from += w->dim * size, to += PAGE * w->dim * size)
-            for (int d = 0; d < w->dim; d++)
-                memcpy(to + (d * PAGE + w->offset[row]) * size, from + d * size, size);
-        for (int head = 0; head < w->kv_heads; head++, from += w->dim * size, to += PAGE * w->dim * size)
-            memcpy(to + w->offset[row] * w->dim * size, from, w->dim * size);
+CLONED void forebay_write_rows(const write_job *w, int64_t first, int64_t last) {
+    const int dim = w->dim, heads = w->kv_heads;
+    const int64_t block = block_bytes(dim, w->type);
+    for (int64_t row = first; row < last; row++) {
+        char *to = (char *)w->pool + (w->page[row] * w->n_layers + w->layer) * 2 * heads * block;
+        const int64_t offset = w->offset[row];
+        for (int head = 0; head < 2 * heads; head++, to += block) {
+            const int64_t from = row * w->kv_stride + (int64_t)head * dim;
+            const int step = head < heads ? PAGE : 1;
+            const int64_t at = head < heads ? offset : offset * dim;
+            if (w->type == INT8)
+                write_int8(w->kv, from, w->io, (int8_t *)to + at, step, (float *)(to + PAGE * dim) + offset, dim);
+            else
+                for (int d = 0; d < dim; d++)
+                    store_any(to, at + d * step, load_one(w->kv, from + d, w->io), w->type);
+        }
     }
 }
+
+void forebay_write(const write_job *w) { forebay_write_rows(w, 0, w->rows); }

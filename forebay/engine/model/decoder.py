@@ -16,16 +16,16 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self.spec = spec
         self.weights = weights
-        self._freqs = rope_frequencies(spec.rope, spec.head_dim, weights.rope_factors).to(weights.embed.device)
+        self._freqs = rope_frequencies(spec.rope, spec.head_dim, weights.rope_factors).to(weights.norm.device)
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """Logits [S, vocab] in float32 of the rows that sample. K and V of all rows are in their pages after it."""
         spec, weights = self.spec, self.weights
-        device, dtype = weights.embed.device, weights.embed.dtype
+        device, dtype = weights.norm.device, weights.norm.dtype
         n_rotated = spec.n_heads + spec.n_kv_heads
         attention.begin(batch)
         cos, sin = rope_tables(torch.from_numpy(batch.positions).to(device), self._freqs, dtype)
-        x = F.embedding(torch.from_numpy(batch.ids).to(device), weights.embed)
+        x = weights.embed(torch.from_numpy(batch.ids).to(device))
         for i, layer in enumerate(weights.layers):
             qkv = layer.qkv(self._norm(x, layer.attn_norm)).view(len(x), -1, spec.head_dim)
             qkv[:, :n_rotated] = rotate(qkv[:, :n_rotated], cos, sin)

@@ -1,4 +1,4 @@
-"""Weights from safetensors or GGUF, checked by name before anything large is read, fused as the decoder wants them.
+"""The decoder's weights: checked by name before anything large is read, fused as the decoder wants them.
 
 Linear weights are [out, in]. The rows of q, k and v are one matrix, those of gate and up another: two GEMMs fewer
 per layer and longer ones.
@@ -6,17 +6,51 @@ per layer and longer ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 import torch
-from gguf.quants import dequantize
-from safetensors import SafetensorError, safe_open
+import torch.nn.functional as F
 
-from ...catalog import ModelFiles, open_gguf
+from ...catalog import ModelFiles, cache_dir
 from ...contract import Unsupported
+from . import store
 from .linear import Linear, make_linear
+from .quant import Codes, Packed, QuantLinear, join, quantize
+from .sources import Source, open_source
 from .spec import ModelSpec
+
+Mode = Literal["none", "int8", "int4"]
+
+
+class Embedding(Protocol):
+    n_bytes: int
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [N] -> [N, hidden]."""
+        ...
+
+
+class PlainEmbedding:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+        self.n_bytes = weight.numel() * weight.element_size()
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self._weight)
+
+
+class QuantEmbedding:
+    """``shared``: the weight is the LM head's and is counted there."""
+
+    def __init__(self, packed: Packed, dtype: torch.dtype, *, shared: bool) -> None:
+        self.packed = packed
+        self._dtype = dtype
+        self.n_bytes = 0 if shared else packed.n_bytes
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.packed.rows(ids).to(self._dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +68,10 @@ class LayerWeights:
 @dataclass(frozen=True, slots=True)
 class Weights:
     """``embed`` [vocab, hidden]; ``head`` the same weight again where it is tied, laid out for multiplication.
-    ``rope_factors`` [dim / 2] divides the rotary frequencies (Llama 3 in GGUF form), or None."""
+    ``rope_factors`` [dim / 2] divides the rotary frequencies (Llama 3 in GGUF form), or None. Norms are in the dtype
+    that the decoder computes in."""
 
-    embed: torch.Tensor
+    embed: Embedding
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Linear
@@ -45,57 +80,140 @@ class Weights:
     def n_bytes(self) -> int:
         linears = [self.head, *(p for w in self.layers for p in (w.qkv, w.out, w.gate_up, w.down))]
         norms = [self.norm, *(p for w in self.layers for p in (w.attn_norm, w.ffn_norm))]
-        return sum(t.numel() * t.element_size() for t in (self.embed, *norms)) + sum(p.n_bytes for p in linears)
+        return self.embed.n_bytes + sum(t.numel() * t.element_size() for t in norms) + sum(p.n_bytes for p in linears)
 
 
-class Source(Protocol):
-    """Tensors by their Hugging Face name."""
+#: The linear layers of a decoder layer: name -> the tensors whose rows it is made of.
+_LINEARS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 
-    def names(self) -> set[str]: ...
 
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+def load_weights(
+    files: ModelFiles,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    mode: Mode = "none",
+) -> Weights:
+    """``mode``: linear layers as they are (``dtype``) or quantized. Quantized weights are kept in the model's cache
+    and taken from there, mapped, the next time. Raises Unsupported naming the first tensor that is missing, unknown
+    or of a wrong shape."""
+    if mode == "none":
+        source = _Checked(files, spec)
+        embed = source.get("model.embed_tokens.weight").to(dtype).to(device)
+
+        def linear(name: str) -> Linear:
+            if name == "head" and not source.untied:
+                return make_linear(embed)
+            parts = [source.get(part).to(dtype) for part in source.parts(name)]
+            return make_linear(torch.cat(parts).to(device))
+
+        return _assemble(spec, source.norms(), PlainEmbedding(embed), linear, dtype, device)
+
+    entry = f"weights-{mode}.safetensors"
+    kept = store.load(files.cache / entry) if files.cache else None
+    if kept is None:
+        kept = _quantized(_Checked(files, spec), spec, mode)
+        folder = cache_dir(files)
+        if folder and store.save(folder / entry, *kept):
+            kept = store.load(folder / entry) or kept
+    packed, norms = kept
+    head = QuantLinear(packed["head"].to(device), dtype)
+    embedding = packed["embed"].to(device) if "embed" in packed else head.packed
+
+    def quantized(name: str) -> Linear:
+        return head if name == "head" else QuantLinear(packed[name].to(device), dtype)
+
+    embed_of = QuantEmbedding(embedding, dtype, shared=embedding is head.packed)
+    return _assemble(spec, norms, embed_of, quantized, dtype, device)
 
 
-def load_weights(files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Raises Unsupported naming the first tensor that is missing, unknown or of a wrong shape."""
-    source: Source = _Gguf(files, spec) if files.kind == "gguf" else _Safetensors(files)
-    shapes = _shapes(spec)
-    names = source.names()
-    rope_factors = source.get("rope_factors", (spec.head_dim // 2,)).float() if "rope_factors" in names else None
-    untied = "lm_head.weight" in names and not (spec.tied and files.kind == "hf")
-    if not untied:
-        shapes.pop("lm_head.weight")
-        if files.kind == "hf" and not spec.tied:
-            raise Unsupported("tensor 'lm_head.weight' is missing")
-    extra = names - shapes.keys() - {"rope_factors", "lm_head.weight"}
-    if extra := {name for name in extra if not name.endswith("rotary_emb.inv_freq")}:
-        raise Unsupported(f"tensor {min(extra)!r} is not known to this architecture")
-    if missing := shapes.keys() - names:
-        raise Unsupported(f"tensor {min(missing)!r} is missing")
-
-    def get(name: str) -> torch.Tensor:
-        return source.get(name, shapes[name]).to(dtype)
-
-    def linear(*names: str) -> Linear:
-        return make_linear(torch.cat([get(name) for name in names]).to(device))
-
-    layers = []
-    for i in range(spec.n_layers):
-        at = f"model.layers.{i}."
-        attn, mlp = at + "self_attn.", at + "mlp."
-        layers.append(
-            LayerWeights(
-                attn_norm=get(at + "input_layernorm.weight").to(device),
-                qkv=linear(attn + "q_proj.weight", attn + "k_proj.weight", attn + "v_proj.weight"),
-                out=linear(attn + "o_proj.weight"),
-                ffn_norm=get(at + "post_attention_layernorm.weight").to(device),
-                gate_up=linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-                down=linear(mlp + "down_proj.weight"),
-            )
+def _assemble(
+    spec: ModelSpec,
+    norms: dict[str, torch.Tensor],
+    embed: Embedding,
+    linear: Callable[[str], Linear],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Weights:
+    layers = tuple(
+        LayerWeights(
+            **{name: linear(f"{i}.{name}") for name in _LINEARS},  # type: ignore[arg-type]
+            **{name: norms[f"{i}.{name}"].to(dtype).to(device) for name in _NORMS},  # type: ignore[arg-type]
         )
-    embed = get("model.embed_tokens.weight").to(device)
-    head = linear("lm_head.weight") if untied else make_linear(embed)
-    return Weights(embed, tuple(layers), get("model.norm.weight").to(device), head, rope_factors)
+        for i in range(spec.n_layers)
+    )
+    norm = norms["norm"].to(dtype).to(device)
+    return Weights(embed, layers, norm, linear("head"), norms.get("rope_factors"))
+
+
+def _quantized(source: _Checked, spec: ModelSpec, mode: Mode) -> tuple[dict[str, Packed], dict[str, torch.Tensor]]:
+    """All linear layers packed, and the norms. What the file holds in 4 or 8 bits stays as it is; the embedding and
+    the LM head never get less than 8 bits where the file does not have them so."""
+    names = [f"{i}.{name}" for i in range(spec.n_layers) for name in _LINEARS]
+    packed = {name: _pack(source, source.parts(name), 4 if mode == "int4" else 8, mode) for name in names}
+    packed["head"] = _pack(source, source.parts("head"), 8, mode)
+    if source.untied:
+        packed["embed"] = _pack(source, ["model.embed_tokens.weight"], 8, mode)
+    return packed, source.norms()
+
+
+def _pack(source: _Checked, names: list[str], bits: Literal[4, 8], mode: Mode) -> Packed:
+    parts = [source.codes(name) for name in names]
+    if mode == "int8":  # 4 bits of the file would be no loss, but not what was asked for
+        parts = [part if part and part.bits == 8 else None for part in parts]
+    kept = [part for part in parts if part]
+    if len(kept) < len(parts) or len({part.bits for part in kept}) > 1:
+        widest: Literal[4, 8] = 8 if any(part.bits == 8 for part in kept) else bits
+        kept = [quantize(source.get(name).float().numpy(), widest) for name in names]
+    return Packed.of(join(kept), source.shapes[names[0]][1])
+
+
+class _Checked:
+    """A source whose names and shapes are those of the model."""
+
+    def __init__(self, files: ModelFiles, spec: ModelSpec) -> None:
+        self._source: Source = open_source(files, spec)
+        self._spec = spec
+        self.shapes = _shapes(spec)
+        names = self._source.names()
+        self.untied = "lm_head.weight" in names and not (spec.tied and files.kind == "hf")
+        if not self.untied:
+            self.shapes.pop("lm_head.weight")
+            if files.kind == "hf" and not spec.tied:
+                raise Unsupported("tensor 'lm_head.weight' is missing")
+        extra = names - self.shapes.keys() - {"rope_factors", "lm_head.weight"}
+        if extra := {name for name in extra if not name.endswith("rotary_emb.inv_freq")}:
+            raise Unsupported(f"tensor {min(extra)!r} is not known to this architecture")
+        if missing := self.shapes.keys() - names:
+            raise Unsupported(f"tensor {min(missing)!r} is missing")
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._source.get(name, self.shapes[name])
+
+    def codes(self, name: str) -> Codes | None:
+        return self._source.codes(name, self.shapes[name])
+
+    def parts(self, name: str) -> list[str]:
+        """The tensors that the linear layer ``head`` or ``<layer>.<name>`` is made of."""
+        if name == "head":
+            return ["lm_head.weight" if self.untied else "model.embed_tokens.weight"]
+        layer, of = name.split(".")
+        return [f"model.layers.{layer}.{part}.weight" for part in _LINEARS[of]]
+
+    def norms(self) -> dict[str, torch.Tensor]:
+        """``norm``, ``<layer>.attn_norm``, ``<layer>.ffn_norm`` and, where the file has them, ``rope_factors``."""
+        norms = {"norm": self.get("model.norm.weight")}
+        for i in range(self._spec.n_layers):
+            norms |= {f"{i}.{name}": self.get(f"model.layers.{i}.{theirs}.weight") for name, theirs in _NORMS.items()}
+        if "rope_factors" in self._source.names():
+            norms["rope_factors"] = self._source.get("rope_factors", (self._spec.head_dim // 2,)).float()
+        return norms
 
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -120,83 +238,3 @@ def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             at + "mlp.down_proj.weight": (spec.hidden, spec.ffn),
         }
     return shapes
-
-
-def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    if tuple(tensor.shape) != shape:
-        raise Unsupported(f"tensor {name!r} is {tuple(tensor.shape)}, expected {shape}")
-    return tensor
-
-
-class _Safetensors:
-    """One or more .safetensors files of a Hugging Face directory, memory-mapped."""
-
-    def __init__(self, files: ModelFiles) -> None:
-        self._where: dict[str, Any] = {}
-        try:
-            for path in sorted(files.path.glob("*.safetensors")):
-                shard: Any = safe_open(path, framework="pt")
-                self._where.update(dict.fromkeys(shard.keys(), shard))
-        except (OSError, SafetensorError) as error:
-            raise Unsupported(f"cannot read {path}: {error}") from error
-
-    def names(self) -> set[str]:
-        return set(self._where)
-
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return _checked(name, self._where[name].get_tensor(name), shape)
-
-
-#: GGUF name -> Hugging Face name. `{}` is the layer.
-_GGUF_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    "rope_freqs.weight": "rope_factors",
-    "blk.{}.attn_norm.weight": "model.layers.{}.input_layernorm.weight",
-    "blk.{}.attn_q.weight": "model.layers.{}.self_attn.q_proj.weight",
-    "blk.{}.attn_k.weight": "model.layers.{}.self_attn.k_proj.weight",
-    "blk.{}.attn_v.weight": "model.layers.{}.self_attn.v_proj.weight",
-    "blk.{}.attn_output.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "blk.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "blk.{}.ffn_gate.weight": "model.layers.{}.mlp.gate_proj.weight",
-    "blk.{}.ffn_up.weight": "model.layers.{}.mlp.up_proj.weight",
-    "blk.{}.ffn_down.weight": "model.layers.{}.mlp.down_proj.weight",
-}
-
-_GGUF_TYPES = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
-
-
-class _Gguf:
-    """A GGUF file. Quantized blocks are dequantized to float32."""
-
-    def __init__(self, files: ModelFiles, spec: ModelSpec) -> None:
-        self._spec = spec
-        self._tensors = {}
-        for tensor in open_gguf(files.path).tensors:
-            if tensor.tensor_type.name not in _GGUF_TYPES:
-                raise Unsupported(f"tensor {tensor.name!r} has type {tensor.tensor_type.name}, which is not supported")
-            layer = tensor.name.split(".")[1] if tensor.name.startswith("blk.") else ""
-            pattern = tensor.name.replace(f"blk.{layer}.", "blk.{}.", 1) if layer else tensor.name
-            if pattern not in _GGUF_NAMES:
-                raise Unsupported(f"tensor {tensor.name!r} is not known to this architecture")
-            self._tensors[_GGUF_NAMES[pattern].format(layer)] = tensor
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._tensors[name]
-        value = _checked(name, torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()), shape)
-        if name.endswith("q_proj.weight"):
-            return _unpermute(value, self._spec.n_heads)
-        if name.endswith("k_proj.weight"):
-            return _unpermute(value, self._spec.n_kv_heads)
-        return value
-
-
-def _unpermute(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Llama GGUFs interleave the two halves of each head's q and k rows (pairs next to each other, as ggml's
-    rotary embedding wants them); ours rotates halves, as in the original weights."""
-    out, width = rows.shape
-    return rows.view(n_heads, out // n_heads // 2, 2, width).transpose(1, 2).reshape(out, width)

@@ -1,0 +1,127 @@
+/* Linear layers on 8-bit activations: y = x W^T, weights in 4 or 8 bits.
+ *
+ * A block of packed weights is 16 channels; inside it every 32 inputs are a group:
+ *   4 bits: 16 float16 scales d, 16 float16 minima m, then 4 pairs of quads [2][8 channels][4 inputs], the first quad of
+ *           a pair in the low half of the byte, the second in the high half;          w = d * code + m
+ *   8 bits: 16 float16 scales d, then 8 quads [2][8 channels][4 inputs];              w = d * code
+ * Products are summed as integers inside a group (exact), groups are added as floats in their order. So the result of a
+ * row does not depend on how many rows are computed with it, nor by which thread.
+ *
+ * On AVX2, 4-bit codes (0..15) times 8-bit activations leave room to add eight pairs in 16 bits before they are widened;
+ * for 8-bit codes the sign moves to the activation, because the instruction wants one factor unsigned. VNNI does both in
+ * one instruction.
+ */
+#include "common.h"
+
+int64_t forebay_block_bytes(int bits, int64_t k) { return k / GROUP * (bits == 4 ? 320 : 544); }
+
+/* ---- portable */
+
+INLINE int code_of(const uint8_t *w, int bits, int lane, int i) {
+    const int quad = i / 4, at = lane / 8 * 32 + lane % 8 * 4 + i % 4;
+    if (bits == 8) return (int8_t)w[32 + quad * 64 + at];
+    return w[64 + quad / 2 * 64 + at] >> (quad % 2 * 4) & 15;
+}
+
+static void half_row(const uint8_t *w, int lane, float *x) {
+    uint16_t h;
+    memcpy(&h, w + lane * 2, sizeof h);
+    *x = from_half(h);
+}
+
+/* One channel of a block as floats: for the embedding, whose rows are the LM head's. */
+void forebay_unpack_row(const uint8_t *w, int bits, int64_t k, int64_t lane, float *y) {
+    for (int64_t g = 0; g < k / GROUP; g++, w += bits == 4 ? 320 : 544) {
+        float d, m = 0;
+        half_row(w, (int)lane, &d);
+        if (bits == 4) half_row(w + 32, (int)lane, &m);
+        for (int i = 0; i < GROUP; i++) y[g * GROUP + i] = d * (float)code_of(w, bits, (int)lane, i) + m;
+    }
+}
+
+static void portable_block(const uint8_t *w, int bits, acts x, int64_t k, int64_t rows, float *y, int64_t y_width,
+                           int add) {
+    const int64_t groups = k / GROUP;
+    for (int64_t r = 0; r < rows; r++)
+        for (int lane = 0; lane < LANES; lane++) {
+            const uint8_t *at = w;
+            float sum = 0;
+            for (int64_t g = 0; g < groups; g++, at += bits == 4 ? 320 : 544) {
+                const int8_t *q = x.q + r * k + g * GROUP;
+                int32_t dot = 0;
+                float d, m = 0;
+                for (int i = 0; i < GROUP; i++) dot += code_of(at, bits, lane, i) * q[i];
+                half_row(at, lane, &d);
+                if (bits == 4) half_row(at + 32, lane, &m);
+                sum = m * x.sum[r * groups + g] + sum;
+                sum = (float)dot * (d * x.scale[r * groups + g]) + sum;
+            }
+            y[r * y_width + lane] = add ? y[r * y_width + lane] + sum : sum;
+        }
+}
+
+/* ---- x86 */
+
+#if X86
+#include <immintrin.h>
+/* The compiler would first multiply everything and then add, with all products in memory: keep sums where they are. */
+#define PIN(v) __asm__("" : "+x"(v))
+#define AT(p) _mm256_loadu_si256((const __m256i *)(p))
+#define HALVES(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define ROWS _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+INLINE __m256i four(const int8_t *p) {
+    int32_t v;
+    memcpy(&v, p, sizeof v);
+    return _mm256_set1_epi32(v);
+}
+#define VNNI 0
+#define NAME(x) x##_avx2
+#include "tile.h"
+#undef VNNI
+#undef NAME
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")
+#define VNNI 1
+#define NAME(x) x##_vnni
+#include "tile.h"
+#pragma GCC pop_options
+#endif
+
+/* What this CPU runs: 0 portable, 1 AVX2, 2 VNNI. `limit` is for tests of the lower ones. */
+static int level = -1;
+
+int forebay_level(int limit) {
+    int has = 0;
+#if X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        has = 1;
+        if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
+            __builtin_cpu_supports("avx512bw"))
+            has = 2;
+    }
+#endif
+    level = has < limit ? has : limit;
+    return level;
+}
+
+/* 16 channels of y for `rows` rows; `add`: to what is there. `y` points to the block's first channel. */
+void forebay_linear_block(const uint8_t *w, int bits, acts x, int64_t k, int64_t rows, float *y, int64_t y_width,
+                          int add) {
+#if X86
+    if (level == 1) {
+        block_avx2(w, bits, x, k, rows, y, y_width, add);
+        return;
+    }
+    if (level == 2) {
+        block_vnni(w, bits, x, k, rows, y, y_width, add);
+        return;
+    }
+#endif
+    portable_block(w, bits, x, k, rows, y, y_width, add);
+}

@@ -1,0 +1,125 @@
+/* R rows x 16 channels in registers. Included once per instruction set, with VNNI and NAME defined. */
+
+INLINE __m256i NAME(dot8)(__m256i sum, __m256i codes, __m256i x) { /* sums of four products, signed times signed */
+    __m256i size = _mm256_abs_epi8(codes), signs = _mm256_sign_epi8(x, codes);
+#if VNNI
+    return _mm256_dpbusd_epi32(sum, size, signs);
+#else
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(size, signs), _mm256_set1_epi16(1)));
+#endif
+}
+
+INLINE __m256i NAME(dot4)(__m256i sum, __m256i codes, __m256i x) { /* in 16 bits on AVX2: 8 * 2 * 15 * 127 fits */
+#if VNNI
+    return _mm256_dpbusd_epi32(sum, codes, x);
+#else
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));
+#endif
+}
+
+INLINE __m256 NAME(wide)(__m256i sum, int bits) {
+    if (!VNNI && bits == 4) sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+    return _mm256_cvtepi32_ps(sum);
+}
+
+INLINE void NAME(tile)(const int R, const int bits, const uint8_t *w, acts x, int64_t k, int64_t row, float *y,
+                       int64_t y_width, const int add) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    const int64_t groups = k / GROUP;
+    const int8_t *q = x.q + row * k;
+    const float *scale = x.scale + row * groups, *sum = x.sum + row * groups;
+    __m256 low[4], high[4];
+    ROWS low[r] = high[r] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < groups; g++, q += GROUP) {
+        __m256i a[4], b[4];
+        ROWS a[r] = b[r] = _mm256_setzero_si256();
+        if (bits == 4) {
+#pragma GCC unroll 4
+            for (int p = 0; p < 4; p++) {
+                __m256i c = AT(w + 64 + p * 64), d = AT(w + 96 + p * 64);
+                __m256i e = _mm256_and_si256(c, mask), f = _mm256_and_si256(d, mask);
+                ROWS {
+                    __m256i four_of = four(q + r * k + p * 8);
+                    a[r] = NAME(dot4)(a[r], e, four_of);
+                    b[r] = NAME(dot4)(b[r], f, four_of);
+                    PIN(a[r]);
+                    PIN(b[r]);
+                }
+                e = _mm256_and_si256(_mm256_srli_epi16(c, 4), mask);
+                f = _mm256_and_si256(_mm256_srli_epi16(d, 4), mask);
+                ROWS {
+                    __m256i four_of = four(q + r * k + p * 8 + 4);
+                    a[r] = NAME(dot4)(a[r], e, four_of);
+                    b[r] = NAME(dot4)(b[r], f, four_of);
+                    PIN(a[r]);
+                    PIN(b[r]);
+                }
+            }
+        } else {
+#pragma GCC unroll 8
+            for (int p = 0; p < 8; p++) {
+                __m256i e = AT(w + 32 + p * 64), f = AT(w + 64 + p * 64);
+                ROWS {
+                    __m256i four_of = four(q + r * k + p * 4);
+                    a[r] = NAME(dot8)(a[r], e, four_of);
+                    b[r] = NAME(dot8)(b[r], f, four_of);
+                    PIN(a[r]);
+                    PIN(b[r]);
+                }
+            }
+        }
+        __m256 d0 = HALVES(w), d1 = HALVES(w + 16);
+        if (bits == 4) {
+            __m256 m0 = HALVES(w + 32), m1 = HALVES(w + 48);
+            ROWS {
+                __m256 s = _mm256_broadcast_ss(sum + r * groups + g);
+                low[r] = _mm256_fmadd_ps(m0, s, low[r]);
+                high[r] = _mm256_fmadd_ps(m1, s, high[r]);
+            }
+        }
+        ROWS {
+            __m256 s = _mm256_broadcast_ss(scale + r * groups + g);
+            low[r] = _mm256_fmadd_ps(NAME(wide)(a[r], bits), _mm256_mul_ps(d0, s), low[r]);
+            high[r] = _mm256_fmadd_ps(NAME(wide)(b[r], bits), _mm256_mul_ps(d1, s), high[r]);
+        }
+        w += bits == 4 ? 320 : 544;
+    }
+    ROWS {
+        float *to = y + (row + r) * y_width;
+        if (add) {
+            low[r] = _mm256_add_ps(_mm256_loadu_ps(to), low[r]);
+            high[r] = _mm256_add_ps(_mm256_loadu_ps(to + 8), high[r]);
+        }
+        _mm256_storeu_ps(to, low[r]);
+        _mm256_storeu_ps(to + 8, high[r]);
+    }
+}
+
+/* A function for each number of rows, not to be inlined: registers are few. */
+#define TILE(R, bits) \
+    static __attribute__((noinline)) void NAME(tile_##R##_##bits)(const uint8_t *w, acts x, int64_t k, int64_t row, \
+                                                                  float *y, int64_t y_width, int add) { \
+        if (add) \
+            NAME(tile)(R, bits, w, x, k, row, y, y_width, 1); \
+        else \
+            NAME(tile)(R, bits, w, x, k, row, y, y_width, 0); \
+    }
+TILE(1, 4)
+TILE(2, 4)
+TILE(3, 4)
+TILE(4, 4)
+TILE(1, 8)
+TILE(2, 8)
+TILE(3, 8)
+TILE(4, 8)
+#undef TILE
+
+static void NAME(block)(const uint8_t *w, int bits, acts x, int64_t k, int64_t rows, float *y, int64_t y_width, int add) {
+    typedef void (*tile_fn)(const uint8_t *, acts, int64_t, int64_t, float *, int64_t, int);
+    static const tile_fn four_bits[] = {NAME(tile_1_4), NAME(tile_2_4), NAME(tile_3_4), NAME(tile_4_4)};
+    static const tile_fn eight_bits[] = {NAME(tile_1_8), NAME(tile_2_8), NAME(tile_3_8), NAME(tile_4_8)};
+    const tile_fn *tiles = bits == 4 ? four_bits : eight_bits;
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) tiles[3](w, x, k, row, y, y_width, add);
+    if (row < rows) tiles[rows - row - 1](w, x, k, row, y, y_width, add);
+}

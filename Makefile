@@ -10,12 +10,12 @@ STAMP := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install serve test lint bench clean
+.PHONY: install serve test lint bench bench-versus bench-steps clean
 
 install: $(STAMP)
 
 # Running venv again over a half made .venv repairs it; the stamp is written only when all went well.
-$(STAMP): pyproject.toml constraints.txt setup.py forebay/engine/kernels/kernels.c
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard forebay/engine/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
@@ -34,9 +34,17 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Against one request at a time through transformers; ARGS='--repeats 1', for example.
+# Suites over HTTP, with the peers that PEERS has; ARGS="'forebay:int4=--quantize int4' openvino --rounds 5", for example.
 bench: $(STAMP)
+	@exec $(BIN)/python -m forebay.bench.suites $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# Against one request at a time through transformers; ARGS='--repeats 1', for example.
+bench-versus: $(STAMP)
 	@exec $(BIN)/python -m forebay.bench.versus $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# Steps of the engine against the limits of the machine.
+bench-steps: $(STAMP)
+	@exec $(BIN)/python -m forebay.bench.steps $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

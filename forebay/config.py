@@ -53,7 +53,7 @@ class EngineSettings(Room):
     )
     quantize: Literal["auto", "none", "int8", "int4"] = Field(
         default="auto",
-        description="Weights of the linear layers; auto takes what `forebay quantize --report` has found best here.",
+        description="Linear layers; auto takes what `forebay quantize --report` found best, unless a dtype is named.",
     )
     kv_dtype: Literal["auto", "model", "int8"] = Field(
         default="auto", description="KV cache: the model's type or 8 bits; auto as for quantize."

@@ -45,9 +45,13 @@ class Endpoint:
         return self.url.rstrip("/").removesuffix("/v1") + "/v1"
 
     def session(self, timeout: float | None = None) -> aiohttp.ClientSession:
-        """One pool without a limit on connections; ``timeout`` is seconds per request, None waits for ever."""
+        """As many connections as requests; ``timeout`` is seconds per request, None waits for ever.
+
+        None is used twice: a server may close one after a stream though it promised to keep it (llama.cpp does), and
+        the next request would be lost on it.
+        """
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=10),
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else None,
         )

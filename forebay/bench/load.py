@@ -10,7 +10,8 @@ What is measured, in seconds on the client's clock:
   frame is one token, and always exact in the mean: time from first to last text / (completion_tokens - 1).
 * Token counts are the server's ``usage``. A server that sends none is counted in frames (``usage_missing``).
 
-A request that is refused, breaks off, or ends in an error frame is a failure and counts in no latency.
+A request that is refused, breaks off, or ends in an error frame is a failure and counts in no latency. So are the
+turns of a conversation that could not be asked because one before them failed.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 
 from .client import Endpoint, RequestFailed
-from .workload import prompt
+from .workload import drawn, prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to send. ``prompt_tokens`` is in words; ``model`` None takes the server's first."""
+    """What to send. ``prompt_tokens`` is in words; ``model`` None takes the server's first.
+
+    ``prompts``: "distinct", "shared" (one for all), or from how many they are drawn. With ``turns``, each of the
+    ``requests`` is a conversation of so many requests: the whole history and ``turn_words`` more words every time.
+    """
 
     concurrency: int = 16
     requests: int = 64
@@ -38,17 +43,19 @@ class Plan:
     output_tokens: int = 100
     warmup: int = 2
     seed: str = "0"
-    prompts: str = "distinct"
+    prompts: str | int = "distinct"
+    turns: int = 1
+    turn_words: int = 60
     stream: bool = True
     strict_openai: bool = False
     timeout: float = 600.0
     model: str | None = None
 
-    def body(self, index: int) -> dict[str, Any]:
-        """The ``index``-th request. Greedy and, unless strict, of an exact length."""
+    def body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """A request. Greedy and, unless strict, of an exact length."""
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": "user", "content": self._prompt(index)}],
+            "messages": messages,
             "max_tokens": self.output_tokens,
             "temperature": 0,
             "stream": self.stream,
@@ -59,8 +66,20 @@ class Plan:
             body["ignore_eos"] = True
         return body
 
-    def _prompt(self, index: int) -> str:
-        return prompt(self.seed, index if self.prompts == "distinct" else 0, self.prompt_tokens)
+    def message(self, index: int, turn: int = 0) -> dict[str, str]:
+        """What the user of the ``index``-th request or conversation says in a turn."""
+        match self.prompts:
+            case "distinct":
+                which = index
+            case "shared":
+                which = 0
+            case int() as n:
+                which = drawn(self.seed, index, n)
+            case other:
+                raise ValueError(f"prompts: {other!r}")
+        if turn:
+            return {"role": "user", "content": prompt(f"{self.seed}/turn {turn}", which, self.turn_words)}
+        return {"role": "user", "content": prompt(self.seed, which, self.prompt_tokens)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +107,7 @@ class Result:
 
 
 async def run_closed_loop(endpoint: Endpoint, plan: Plan, advance: Callable[[Sample], None] = lambda _: None) -> Result:
-    """Warm up, then measure ``plan.requests`` requests. ``advance`` is called after each measured one.
+    """Warm up, then measure ``plan.requests`` requests. ``advance`` is called after each sample.
 
     Raises Unreachable if there is no server; requests that fail are samples, not errors.
     """
@@ -114,8 +133,9 @@ async def _drive(
 
     async def client() -> None:
         for index in todo:
-            samples.append(await _measure(endpoint, session, plan.body(index)))
-            advance(samples[-1])
+            async for sample in _converse(endpoint, session, plan, index):
+                samples.append(sample)
+                advance(sample)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(plan.concurrency, len(indices))):
@@ -123,22 +143,41 @@ async def _drive(
     return samples
 
 
-async def _measure(endpoint: Endpoint, session: aiohttp.ClientSession, body: dict[str, Any]) -> Sample:
+async def _converse(
+    endpoint: Endpoint, session: aiohttp.ClientSession, plan: Plan, index: int
+) -> AsyncIterator[Sample]:
+    """One request, or the requests of one conversation: always ``plan.turns`` samples."""
+    history: list[dict[str, str]] = []
+    for turn in range(plan.turns):
+        history.append(plan.message(index, turn))
+        sample, answer = await _measure(endpoint, session, plan.body(history))
+        yield sample
+        if sample.failure is not None:
+            for _ in range(turn + 1, plan.turns):
+                yield Sample(0.0, failure="not asked: an earlier turn failed")
+            return
+        history.append({"role": "assistant", "content": answer})
+
+
+async def _measure(endpoint: Endpoint, session: aiohttp.ClientSession, body: dict[str, Any]) -> tuple[Sample, str]:
+    """The request as a sample, and the answer's text."""
     arrivals: list[float] = []
+    pieces: list[str] = []
     usage: dict[str, Any] = {}
     start = time.perf_counter()
     try:
         async for chunk in endpoint.chat(session, body):
             if chunk.text:
                 arrivals.append(time.perf_counter())
+                pieces.append(chunk.text)
             if chunk.usage:
                 usage = dict(chunk.usage)
     except RequestFailed as error:
-        return Sample(time.perf_counter() - start, failure=str(error))
+        return Sample(time.perf_counter() - start, failure=str(error)), ""
     end = time.perf_counter()
     tokens = int(usage.get("completion_tokens") or len(arrivals))
     details = usage.get("prompt_tokens_details") or {}
-    return Sample(
+    sample = Sample(
         e2e=end - start,
         ttft=arrivals[0] - start if arrivals and body["stream"] else None,
         itl=_per_token_gaps(arrivals, tokens),
@@ -147,6 +186,7 @@ async def _measure(endpoint: Endpoint, session: aiohttp.ClientSession, body: dic
         cached_tokens=int(details.get("cached_tokens") or 0),
         usage_missing=not usage,
     )
+    return sample, "".join(pieces)
 
 
 def _per_token_gaps(arrivals: list[float], tokens: int) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -35,7 +36,7 @@ def spread(values: Iterable[float]) -> dict[str, float] | None:
     return {
         "n": len(ordered),
         "mean": statistics.fmean(ordered),
-        **{f"p{p}": percentile(ordered, p) for p in (50, 90, 99)},
+        **{f"p{p}": percentile(ordered, p) for p in (50, 90, 95, 99)},
     }
 
 
@@ -113,10 +114,16 @@ def _warnings(summary: dict[str, Any]) -> Iterator[str]:
         yield f"{summary['cached_tokens']} of {summary['prompt_tokens']} prompt tokens came from the prefix cache"
 
 
+def wide_console() -> Console:
+    """Of stdout, for plain text: a name like "x:a:" is no emoji. A file gets whole tables; rich would cut them."""
+    width = None if sys.stdout.isatty() else 160
+    return Console(width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 @contextlib.contextmanager
 def progress(plan: Plan) -> Iterator[Callable[[Sample], None]]:
     """A progress bar on stderr, where that is a terminal; the value is to be called after each request."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("requests", total=plan.requests)
+        task = bar.add_task("requests", total=plan.requests * plan.turns)
         yield lambda _: bar.advance(task)

@@ -28,3 +28,8 @@ def prompt(seed: str, index: int, words: int) -> str:
     """The ``index``-th prompt of a seed. The number of *tokens* is up to the model; its usage tells."""
     pick = random.Random(f"{seed}/{index}")  # noqa: S311 - a workload, not a secret
     return " ".join(pick.choices(WORDS, k=words))
+
+
+def drawn(seed: str, index: int, n: int) -> int:
+    """Which of ``n`` prompts the ``index``-th request repeats."""
+    return random.Random(f"{seed}/draw {index}").randrange(n)  # noqa: S311 - as above

@@ -59,9 +59,11 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    def __init__(self, decoder: Model, attention: Attention) -> None:
+    def __init__(self, decoder: Model, attention: Attention, *, compiled: bool) -> None:
+        """``compiled``: sample with the kernel."""
         self._decoder = decoder
         self._attention = attention
+        self._compiled = compiled
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[int]:
@@ -69,7 +71,7 @@ class ModelRunner:
         logits = self._decoder.forward(batch, self._attention)
         tokens = [0] * len(step.works)
         if batch.works:
-            for i, token in zip(batch.works, sample(logits, batch.sampling), strict=True):
+            for i, token in zip(batch.works, sample(logits, batch.sampling, compiled=self._compiled), strict=True):
                 tokens[i] = token
         return tokens
 
@@ -140,7 +142,7 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
         attention = NativeAttention(pool, shape, spec.n_heads, inner)
         if compiled:
             decoder = CompiledDecoder(spec, weights, attention)
-    runner = ModelRunner(decoder, attention)
+    runner = ModelRunner(decoder, attention, compiled=level != "none")
     name = str(dtype).removeprefix("torch.")
     summary = {
         "weights": f"{weights.n_bytes() / 2**20:,.0f} MiB in {name if quantize == 'none' else quantize}",

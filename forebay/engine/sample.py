@@ -7,17 +7,25 @@ so a seeded answer does not depend on who else is in the batch.
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from . import kernels
 from .batch import Sampling
 
 #: Marks a row whose logits are not finite: no token can be drawn.
 FAILED = -1
 
 
-def sample(logits: torch.Tensor, params: Sampling) -> list[int]:
-    """``logits`` [S, vocab], changed in place where ids are banned. Returns S ids, FAILED for broken rows."""
+def sample(logits: torch.Tensor, params: Sampling, *, compiled: bool = False) -> list[int]:
+    """``logits`` float32 [S, vocab], overwritten. Returns S ids, FAILED for broken rows. ``compiled``: with the kernel
+    where it can be; torch sorts the whole vocabulary for top-p."""
+    if compiled and logits.device.type == "cpu" and logits.stride(-1) == 1 and kernels.library():
+        return _compiled(logits, params)
     for row, banned in enumerate(params.banned):
         if banned:
             logits[row, banned] = -torch.inf
@@ -28,6 +36,37 @@ def sample(logits: torch.Tensor, params: Sampling) -> list[int]:
         rows = torch.from_numpy(hot).to(logits.device)
         drawn = _draw(logits[rows], params, hot)
         tokens[rows] = torch.where(tokens[rows] == FAILED, FAILED, drawn)
+    result: list[int] = tokens.tolist()
+    return result
+
+
+def _compiled(logits: torch.Tensor, params: Sampling) -> list[int]:
+    lib = kernels.library()
+    if lib is None:
+        raise RuntimeError("the kernels were not built")
+    rows, vocab = logits.shape
+    hot = params.temperature > 0
+    draw = np.zeros(rows)
+    for i in np.flatnonzero(hot):
+        draw[i] = uniform(params.seed[i], params.position[i])
+    banned = np.array([id for ids in params.banned for id in ids], dtype=np.int64)
+    begins = np.cumsum([0, *map(len, params.banned)], dtype=np.int64)
+    # Room to sort in, for rows that are cut. Memory that is not touched is not there.
+    order = np.empty(rows * vocab if hot.any() else 0, dtype=np.int32)
+    tokens = np.zeros(rows, dtype=np.int64)
+    arrays: list[npt.NDArray[Any]] = [
+        params.temperature,
+        params.top_p,
+        params.top_k,
+        draw,
+        banned,
+        begins,
+        tokens,
+        order,
+    ]
+    pointers = [array.ctypes.data for array in arrays]
+    job = kernels.SampleJob(logits.data_ptr(), *pointers, rows, vocab, logits.stride(0))
+    lib.forebay_sample(ctypes.byref(job))
     result: list[int] = tokens.tolist()
     return result
 

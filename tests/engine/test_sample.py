@@ -6,8 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from forebay.engine import kernels
 from forebay.engine.batch import Sampling
 from forebay.engine.sample import FAILED, sample, uniform
+
+#: With torch's operators and with the kernel.
+both = pytest.mark.parametrize(
+    "compiled",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.skipif(kernels.library() is None, reason="the kernels were not built")),
+    ],
+)
 
 
 def params(rows: list[tuple[float, int, float]], *, banned: list[list[int]] | None = None, at: int = 7) -> Sampling:
@@ -47,12 +57,15 @@ rows = st.lists(
 )
 
 
+@both
 @settings(max_examples=200, deadline=None)
-@given(rows=rows, seed=st.integers(0, 1000))
-def test_each_row_draws_what_the_definition_allows(rows: list[tuple[float, int, float]], seed: int) -> None:
+@given(rows=rows, seed=st.integers(0, 1000), flat=st.booleans())
+def test_each_row_draws_what_the_definition_allows(
+    compiled: bool, rows: list[tuple[float, int, float]], seed: int, flat: bool
+) -> None:
     torch.manual_seed(seed)
-    logits = torch.randn(len(rows), 101) * 3
-    tokens = sample(logits.clone(), params(rows, at=seed))
+    logits = torch.randn(len(rows), 101) * (0.01 if flat else 3)
+    tokens = sample(logits.clone(), params(rows, at=seed), compiled=compiled)
     for i, (temperature, top_k, top_p) in enumerate(rows):
         if temperature == 0:
             assert tokens[i] == int(logits[i].argmax())
@@ -64,13 +77,14 @@ def test_each_row_draws_what_the_definition_allows(rows: list[tuple[float, int, 
             assert tokens[i] == ids[min(np.searchsorted(np.cumsum(weights), uniform(i, seed), "right"), len(ids) - 1)]
 
 
+@both
 @pytest.mark.parametrize("row", [(1.0, 0, 1.0), (0.7, 4, 1.0), (1.0, 0, 0.8), (1.5, 5, 0.9)])
-def test_frequencies_are_those_of_the_distribution(row: tuple[float, int, float]) -> None:
+def test_frequencies_are_those_of_the_distribution(row: tuple[float, int, float], compiled: bool) -> None:
     """Chi-square over 4,000 draws at successive positions of one seed; 1e-4 false alarms by its 99.99 % quantile."""
     torch.manual_seed(3)
     logits = torch.randn(1, 8)
     n = 4000
-    drawn = np.array([sample(logits.clone(), params([row], at=at))[0] for at in range(n)])
+    drawn = np.array([sample(logits.clone(), params([row], at=at), compiled=compiled)[0] for at in range(n)])
     ids, weights = allowed(logits[0].numpy(), *row)
     seen = np.array([(drawn == i).sum() for i in ids])
     assert seen.sum() == n
@@ -79,31 +93,52 @@ def test_frequencies_are_those_of_the_distribution(row: tuple[float, int, float]
     assert chi2 <= quantile
 
 
-def test_a_seeded_draw_does_not_depend_on_its_neighbours() -> None:
+@both
+def test_a_seeded_draw_does_not_depend_on_its_neighbours(compiled: bool) -> None:
     torch.manual_seed(1)
     logits = torch.randn(5, 300)
     row = (1.0, 0, 0.9)
-    crowd = sample(logits.clone(), params([row, (0.5, 3, 1.0), (0.0, 0, 1.0), (1.0, 0, 1.0), (2.0, 7, 0.5)]))
-    alone = sample(logits[:1].clone(), params([row]))
+    crowd = sample(
+        logits.clone(), params([row, (0.5, 3, 1.0), (0.0, 0, 1.0), (1.0, 0, 1.0), (2.0, 7, 0.5)]), compiled=compiled
+    )
+    alone = sample(logits[:1].clone(), params([row]), compiled=compiled)
     assert crowd[0] == alone[0]
 
 
-def test_a_broken_row_fails_alone() -> None:
+@both
+def test_a_broken_row_fails_alone(compiled: bool) -> None:
     logits = torch.randn(4, 20)
     logits[1, 3] = torch.nan
     logits[2, 3] = torch.inf
-    tokens = sample(logits, params([(0.0, 0, 1.0), (1.0, 0, 1.0), (0.0, 0, 1.0), (1.0, 5, 0.5)]))
+    tokens = sample(logits, params([(0.0, 0, 1.0), (1.0, 0, 1.0), (0.0, 0, 1.0), (1.0, 5, 0.5)]), compiled=compiled)
     assert [token == FAILED for token in tokens] == [False, True, True, False]
 
 
-def test_banned_ids_are_not_drawn() -> None:
+@both
+def test_banned_ids_are_not_drawn(compiled: bool) -> None:
     logits = torch.zeros(2, 4)
     logits[:, 2] = 50
-    assert sample(logits.clone(), params([(0.0, 0, 1.0), (1.0, 0, 1.0)])) == [2, 2]
-    tokens = sample(logits.clone(), params([(0.0, 0, 1.0), (1.0, 0, 1.0)], banned=[[2, 0], [2, 0]]))
+    assert sample(logits.clone(), params([(0.0, 0, 1.0), (1.0, 0, 1.0)]), compiled=compiled) == [2, 2]
+    tokens = sample(logits.clone(), params([(0.0, 0, 1.0), (1.0, 0, 1.0)], banned=[[2, 0], [2, 0]]), compiled=compiled)
     assert set(tokens) <= {1, 3}
     everything = [[0, 1, 2, 3], []]
-    assert sample(logits.clone(), params([(0.0, 0, 1.0), (0.0, 0, 1.0)], banned=everything)) == [FAILED, 2]
+    assert sample(logits.clone(), params([(0.0, 0, 1.0), (0.0, 0, 1.0)], banned=everything), compiled=compiled) == [
+        FAILED,
+        2,
+    ]
+
+
+@both
+def test_a_large_vocabulary_is_cut_as_the_definition_says(compiled: bool) -> None:
+    torch.manual_seed(9)
+    logits = torch.randn(3, 50_000) * torch.tensor([[6.0], [2.0], [0.3]])
+    rows = [(1.0, 0, 0.9), (0.8, 0, 0.95), (1.0, 0, 0.5)]
+    for at in range(20):
+        tokens = sample(logits.clone(), params(rows, at=at), compiled=compiled)
+        for i, row in enumerate(rows):
+            ids, weights = allowed(logits[i].numpy(), *row)
+            near = int(np.searchsorted(np.cumsum(weights), uniform(i, at), "right"))
+            assert tokens[i] in ids[max(0, near - 1) : near + 2]  # sums of 50,000 floats differ in the last digits
 
 
 def test_uniform_is_a_function_of_seed_and_position() -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import liar as lies
-import psutil
 import pytest
 from click.testing import CliRunner
 
-from forebay.bench import load, report, versus, workload
+from forebay.bench import load, machine, report, versus, workload
 from forebay.bench.client import Endpoint
 from forebay.cli import main
 
@@ -60,6 +55,11 @@ def test_requests_are_greedy_of_exact_length_and_distinct(liar: lies.Liar) -> No
     body = liar.requests[0]
     assert (body["temperature"], body["max_tokens"], body["ignore_eos"], body["stream"]) == (0, 4, True, True)
     assert len({request["messages"][0]["content"] for request in liar.requests}) == 6
+
+
+def test_each_request_has_a_connection_of_its_own(liar: lies.Liar) -> None:
+    measure(liar)
+    assert {headers["Connection"] for headers in liar.headers} == {"close"}
 
 
 def test_shared_prompts_strict_openai_and_no_stream(liar: lies.Liar) -> None:
@@ -185,7 +185,14 @@ def test_prompts_are_a_function_of_seed_and_index() -> None:
 
 def test_percentiles() -> None:
     values = [float(i) for i in range(1, 102)]
-    assert report.spread(reversed(values)) == {"n": 101, "mean": 51.0, "p50": 51.0, "p90": 91.0, "p99": 100.0}
+    assert report.spread(reversed(values)) == {
+        "n": 101,
+        "mean": 51.0,
+        "p50": 51.0,
+        "p90": 91.0,
+        "p95": 96.0,
+        "p99": 100.0,
+    }
     assert report.percentile([1.0, 2.0], 50) == 1.5
     assert report.percentile([3.0], 99) == 3.0
     assert report.spread([]) is None
@@ -241,53 +248,8 @@ def test_no_ratio_of_runs_with_failures(liar: lies.Liar) -> None:
         versus.alternate({"baseline": Endpoint(liar.url)}, PLAN, repeats=1)
 
 
-# Ready at once, with a child of its own that ignores TERM.
-_SERVER = """
-import http.server, subprocess, sys
-deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
-child.stdout.readline()
-open(sys.argv[2], "w").write(str(child.pid))
-class Ready(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
-"""
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def test_servers_under_test_are_gone_afterwards_with_all_their_children(tmp_path: Path) -> None:
-    port, note = versus._free_port(), tmp_path / "pid"
-
-    def interrupted() -> None:
-        with versus.running([sys.executable, "-c", _SERVER, str(port), str(note)], port):
-            assert alive(int(note.read_text()))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    deadline = time.monotonic() + 10
-    while alive(int(note.read_text())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(int(note.read_text()))
-
-
-def test_a_server_that_does_not_come_up_is_told_with_its_last_words() -> None:
-    command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
-    with pytest.raises(versus.ServerFailed, match=r"code 3\nno such model"), versus.running(command, 1):
-        pytest.fail("not ready")
-    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(versus.ServerFailed, match="not ready after 0 s"), versus.running(sleeper, 1, patience=0.3):
-        pytest.fail("not ready")
-
-
 def test_the_machine_is_told() -> None:
-    facts = versus.machine()
+    facts = machine.machine()
     assert facts["cores"] == len(os.sched_getaffinity(0))
     assert all(facts.values())
     assert facts["torch"][0].isdigit()

@@ -26,7 +26,7 @@ MAX_WIDTH = 1 << 16
 #: Instruction sets of the linear layers.
 LEVELS = {0: "portable", 1: "avx2", 2: "vnni"}
 
-_NAMES = ("embed", "norm", "quantize", "silu", "linear", "rope", "attend", "merge", "best")
+_NAMES = ("embed", "norm", "quantize", "silu", "linear", "rope", "attend", "merge")
 #: Operations of a program, by name.
 OPS = {name: i for i, name in enumerate(_NAMES)}
 
@@ -118,13 +118,31 @@ class Program(ctypes.Structure):
         ("ids", c_void_p),
         ("positions", c_void_p),
         ("sample_rows", c_void_p),
-        ("best", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("n_ops", c_int64),
         ("rows", c_int64),
         ("n_samples", c_int64),
+    )
+
+
+class SampleJob(ctypes.Structure):
+    """sample_job of sample.c, field by field."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("temperature", c_void_p),
+        ("top_p", c_void_p),
+        ("top_k", c_void_p),
+        ("draw", c_void_p),
+        ("banned", c_void_p),
+        ("banned_from", c_void_p),
+        ("tokens", c_void_p),
+        ("order", c_void_p),
+        ("rows", c_int64),
         ("vocab", c_int64),
+        ("width", c_int64),
+        ("next", c_longlong),
     )
 
 
@@ -163,6 +181,8 @@ def library() -> ctypes.CDLL | None:
     lib.forebay_init.restype = None
     lib.forebay_run.argtypes = [POINTER(Program)]
     lib.forebay_run.restype = None
+    lib.forebay_sample.argtypes = [POINTER(SampleJob)]
+    lib.forebay_sample.restype = None
     lib.forebay_linear.argtypes = [POINTER(LinearJob)]
     lib.forebay_linear.restype = None
     lib.forebay_level.argtypes = [c_int]

@@ -31,7 +31,7 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-INLINE v8 splat(float x) { return (v8){x, x, x, x, x, x, x, x}; }
+INLINE v8 splat(float x) { return x - (v8){0}; } /* (spelled {x, x, ...}, the compiler moves them one by one) */
 
 INLINE v8 load(const float *p) {
     v8 v;
@@ -52,6 +52,26 @@ INLINE float sum8(v8 v) { /* in a fixed order */
     float s = 0;
     for (int i = 0; i < 8; i++) s += v[i];
     return s;
+}
+
+#ifdef __clang__
+#define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
+#define SHUFFLE(v, ...) __builtin_shuffle(v, (i8){__VA_ARGS__})
+#endif
+
+INLINE int32_t added8(i8 v) {
+    v += SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5);
+    return v[0] + v[1];
+}
+
+INLINE int32_t highest8(i8 v) {
+    i8 other = SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3), more = other > v;
+    v = (other & more) | (v & ~more);
+    other = SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5), more = other > v;
+    v = (other & more) | (v & ~more);
+    return v[0] > v[1] ? v[0] : v[1];
 }
 
 INLINE float top8(v8 v) {
@@ -165,10 +185,10 @@ typedef struct {
 void forebay_attend_unit(const attend_job *j, int32_t layer, int64_t unit);
 void forebay_merge_unit(const attend_job *j, int64_t unit);
 void forebay_write_rows(const write_job *w, int64_t from, int64_t to);
-void forebay_quantize_row(const float *x, int64_t n, acts to, int64_t row, int64_t k);
 void forebay_linear_block(const uint8_t *w, int bits, acts x, int64_t k, int64_t rows, float *y, int64_t y_width, int add);
 void forebay_unpack_row(const uint8_t *w, int bits, int64_t k, int64_t row, float *y);
 int64_t forebay_block_bytes(int bits, int64_t k);
+int forebay_has(void); /* the instruction set in use: 0 portable, 1 AVX2, 2 VNNI */
 typedef void (*team_fn)(void (*)(void *), void *, unsigned, unsigned);
 void forebay_team(void (*work)(void *), void *job, int64_t units);
 

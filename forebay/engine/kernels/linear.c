@@ -92,9 +92,11 @@ INLINE __m256i four(const int8_t *p) {
 #pragma GCC pop_options
 #endif
 
-/* What this CPU runs: 0 portable, 1 AVX2, 2 VNNI. `limit` is for tests of the lower ones. */
-static int level = -1;
+static int level = 0;
 
+int forebay_has(void) { return level; }
+
+/* Use what this CPU has, but nothing above `limit` (tests of the lower ones): 0 portable, 1 AVX2, 2 VNNI. */
 int forebay_level(int limit) {
     int has = 0;
 #if X86

@@ -119,7 +119,15 @@ static void NAME(block)(const uint8_t *w, int bits, acts x, int64_t k, int64_t r
     static const tile_fn four_bits[] = {NAME(tile_1_4), NAME(tile_2_4), NAME(tile_3_4), NAME(tile_4_4)};
     static const tile_fn eight_bits[] = {NAME(tile_1_8), NAME(tile_2_8), NAME(tile_3_8), NAME(tile_4_8)};
     const tile_fn *tiles = bits == 4 ? four_bits : eight_bits;
+    /* The next block comes while this one is used: a part of it with each tile. */
+    const int64_t size = forebay_block_bytes(bits, k), part = size / ((rows + 3) / 4);
+    const uint8_t *next = w + size;
     int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) tiles[3](w, x, k, row, y, y_width, add);
+    for (; row + 4 <= rows; row += 4) {
+        if (rows <= 64)
+            for (int64_t i = 0; i < part; i += 64) __builtin_prefetch(next + i);
+        next += part;
+        tiles[3](w, x, k, row, y, y_width, add);
+    }
     if (row < rows) tiles[rows - row - 1](w, x, k, row, y, y_width, add);
 }

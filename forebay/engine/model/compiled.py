@@ -31,7 +31,6 @@ class _Space:
     rows: int
     samples: int
     logits: torch.Tensor
-    best: torch.Tensor
     qkv: torch.Tensor
     attended: torch.Tensor
     program: kernels.Program
@@ -131,8 +130,6 @@ class CompiledDecoder:
                 linear(w.down, x, add=True),
             ]
         ops += [norm(weights.norm, _k(weights.head), sampled=True), linear(weights.head, logits, sampled=True)]
-        best = torch.zeros(samples, dtype=torch.int64)
-        ops.append(op("best", sampled=1, input=logits.data_ptr(), in_width=logits.shape[1]))
         array = (kernels.Op * len(ops))(*ops)
         counters = np.zeros((2, len(ops)), dtype=np.int64)
         held += [array, counters]
@@ -143,13 +140,11 @@ class CompiledDecoder:
             attend=ctypes.pointer(self._attention.attend_job),
             write=ctypes.pointer(self._attention.write_job),
             x=kernels.Acts(codes.data_ptr(), scale.data_ptr(), total.data_ptr()),
-            best=best.data_ptr(),
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
             n_ops=len(ops),
-            vocab=spec.vocab_size,
         )
-        return _Space(rows, samples, logits, best, qkv, attended, program, held)
+        return _Space(rows, samples, logits, qkv, attended, program, held)
 
 
 def _packed(linear: Any) -> Packed:

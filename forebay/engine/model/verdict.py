@@ -86,16 +86,18 @@ def file_of(cache: Path, level: str) -> Path:
 
 
 def choose(settings: EngineSettings, cache: Path | None, level: str) -> tuple[Quantize, KVType]:
-    """What to run. Raises Unsupported for a mode that failed its report, unless it is forced."""
+    """What to run. ``auto`` is what the verdict found best, and nothing where the user has named a dtype or there is
+    no verdict. Raises Unsupported for a mode that failed its report, unless it is forced."""
     verdict = find(cache, level)
-    if settings.quantize == "auto" and verdict is None:
+    open_choice = settings.dtype == "auto"
+    if settings.quantize == "auto" and open_choice and verdict is None:
         log.info("no verdict on quantization for this model here; get one with: forebay quantize --report MODEL")
-    best = verdict.best() if verdict else None
+    best = verdict.best() if verdict and open_choice else None
     quantize: Quantize = settings.quantize if settings.quantize != "auto" else best.quantize if best else "none"
     kv: KVType = "model"
     if settings.kv_dtype != "auto":
         kv = settings.kv_dtype
-    elif verdict and (score := verdict.of(quantize, "int8")) and verdict.passes(score):
+    elif open_choice and verdict and (int8 := verdict.of(quantize, "int8")) and verdict.passes(int8):
         kv = "int8"
     score = verdict.of(quantize, kv) if verdict else None
     if verdict and score and not verdict.passes(score) and not settings.quantize_anyway:

@@ -62,7 +62,12 @@ class EngineSettings(Room):
         default=False, description="Take a quantization that has failed its report on this model."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
-    threads: int = Field(default=0, ge=0, le=1024, description="Compute threads of the engine; 0 takes every core.")
+    threads: int = Field(
+        default=0, ge=0, le=1024, description="Compute threads of the engine; 0 takes every core that it may use."
+    )
+    nice: int = Field(
+        default=3, ge=0, le=19, description="How far the engine stands back on a busy CPU, so that streams flow on."
+    )
     kernels: Literal["auto", "off"] = Field(
         default="auto", description="Compiled CPU kernels; off takes torch's operators everywhere."
     )

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 #: Orders that may be sent beyond the engine's free slots, so that it never waits for the front (design, section 1).
 LOOK_AHEAD = 2
+#: Silence of so many times the longest step of the warm-up is no hang.
+SLOW_STEPS = 5
 #: After so many starts in a row that came to nothing, give up.
 MAX_STARTS = 8
 #: Tokens per step are counted up to these bounds; the last is the largest token budget that there may be.
@@ -240,7 +242,9 @@ class EngineClient:
     async def _read(self, reader: asyncio.StreamReader) -> str:
         unpacker = Unpacker()
         while True:
-            patience = self._settings.hang_timeout if self.hello else self._settings.start_timeout
+            patience = self._settings.start_timeout
+            if self.hello:  # a large model's full step on a CPU is long, and no hang
+                patience = max(self._settings.hang_timeout, SLOW_STEPS * self.hello.slowest)
             try:
                 # Not wait_for: in Python 3.11 it swallows a cancel that comes just as the data does.
                 async with asyncio.timeout(patience):

@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
 import selectors
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from ..catalog import ModelFiles
 from ..config import EngineSettings
@@ -91,7 +94,7 @@ def load(files: ModelFiles, settings: EngineSettings) -> tuple[Engine, Hello]:
     started = time.monotonic()
     built = build(files, settings)
     loaded = time.monotonic()
-    n_shapes = built.runner.warm_up(
+    times = built.runner.warm_up(
         max_batch=settings.max_batch,
         token_budget=settings.token_budget,
         max_context=built.max_context,
@@ -105,9 +108,14 @@ def load(files: ModelFiles, settings: EngineSettings) -> tuple[Engine, Hello]:
         max_context=built.max_context,
     )
     engine = Engine(scheduler, built.runner, vocab_size=built.spec.vocab_size, clock=time.monotonic)
-    times = f"loaded in {loaded - started:.1f} s, {n_shapes} shapes warmed in {warm - loaded:.1f} s"
-    summary = built.summary | {"engine": times}
-    return engine, Hello(built.n_pages, PAGE_SIZE, scheduler.max_context, built.spec.vocab_size, summary)
+    other = psutil.Process().memory_info().rss - built.weight_bytes
+    summary = built.summary | {
+        "memory": f"weights {built.weight_bytes >> 20:,} MiB, KV up to {built.kv_bytes >> 20:,} MiB, "
+        f"other {max(0, other) >> 20:,} MiB in the engine",
+        "engine": f"loaded in {loaded - started:.1f} s, {len(times)} shapes warmed in {warm - loaded:.1f} s",
+    }
+    hello = Hello(built.n_pages, PAGE_SIZE, scheduler.max_context, built.spec.vocab_size, summary, max(times))
+    return engine, hello
 
 
 def serve(engine: Engine, link: Link) -> None:
@@ -146,9 +154,12 @@ def main(argv: list[str]) -> int:
     cache = Path(order["cache"]) if order["cache"] else None
     files = ModelFiles(order["id"], order["kind"], Path(order["path"]), cache)
     link = Link(socket.socket(fileno=int(argv[1])))
+    settings = EngineSettings.model_validate(order["settings"])
+    if hasattr(os, "nice"):
+        os.nice(settings.nice)  # the front has little to do, and at once
     try:
         try:
-            engine, hello = load(files, EngineSettings.model_validate(order["settings"]))
+            engine, hello = load(files, settings)
         except Exception as error:
             unsupported = isinstance(error, Unsupported)
             if not unsupported:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -40,14 +43,15 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A loaded model with its pool. ``weight_bytes`` in all, ``kv_token_bytes`` per token; ``summary``: label -> line
-    for people."""
+    """A loaded model with its pool. ``weight_bytes`` and ``kv_bytes`` in all, ``kv_token_bytes`` per token;
+    ``summary``: label -> line for people."""
 
     runner: ModelRunner
     spec: ModelSpec
     n_pages: int
     max_context: int
     weight_bytes: int
+    kv_bytes: int
     kv_token_bytes: int
     summary: dict[str, str]
 
@@ -83,8 +87,8 @@ class ModelRunner:
         with torch.inference_mode():
             return self._decoder.forward(batch, self._attention)
 
-    def warm_up(self, *, max_batch: int, token_budget: int, max_context: int, n_pages: int) -> int:
-        """Run every planned shape once, so that the first user does not pay for it. Returns the number of steps.
+    def warm_up(self, *, max_batch: int, token_budget: int, max_context: int, n_pages: int) -> list[float]:
+        """Run every planned shape once, so that the first user does not pay for it. Returns the seconds of each.
 
         Decodes at each power of two up to ``max_batch``, a full chunk from the start and one that continues, and
         both together. Writes to pages that nobody holds yet.
@@ -94,9 +98,12 @@ class ModelRunner:
         plans: list[list[tuple[int, int]]] = [[(min(32, max_context - 1), 1)] * n for n in sizes]
         plans += [[(0, chunk)], [(chunk, chunk)]]
         plans.append([(1, 1)] * (sizes[-1] - 1) + [(0, max(2, chunk - max_batch))])
+        times = []
         for plan in plans:
+            begin = time.monotonic()
             self.execute(Step(tuple(dummy_work(start, count, n_pages) for start, count in plan)))
-        return len(plans)
+            times.append(time.monotonic() - begin)
+        return times
 
 
 def dummy_work(start: int, count: int, n_pages: int, first_page: int = 0) -> Work:
@@ -111,8 +118,7 @@ def dummy_work(start: int, count: int, n_pages: int, first_page: int = 0) -> Wor
 def build(files: ModelFiles, settings: EngineSettings) -> Built:
     """Load the model and make its pool. Raises Unsupported for what cannot be served, before weights load."""
     device = _device(settings.device)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or usable_cores())
     spec = read_spec(read_meta(files))
     dtype = _dtype(settings.dtype, device)
     if settings.max_context > spec.max_context:
@@ -152,7 +158,8 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
         f"in {name if kv == 'model' else kv}, {page_bytes // PAGE_SIZE:,} bytes a token",
     }
     max_context = min(max_context, n_pages * PAGE_SIZE)
-    return Built(runner, spec, n_pages, max_context, weights.n_bytes(), page_bytes // PAGE_SIZE, summary)
+    kv_bytes = n_pages * page_bytes
+    return Built(runner, spec, n_pages, max_context, weights.n_bytes(), kv_bytes, page_bytes // PAGE_SIZE, summary)
 
 
 def _device(name: str) -> torch.device:
@@ -161,6 +168,18 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: its affinity, and in a container with a quota no more than that pays for. One
+    thread too many, and each step waits for the system to wake it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = cgroup.read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no quota is spelled "max"
+        pass
+    return cores
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -27,13 +27,15 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The engine is warm. ``summary`` maps a label to a human line; ``max_context`` is what the pool can hold."""
+    """The engine is warm. ``summary`` maps a label to a human line; ``max_context`` is what the pool can hold;
+    ``slowest`` is the longest step of the warm-up, in seconds."""
 
     n_pages: int
     page_size: int
     max_context: int
     vocab_size: int
     summary: dict[str, str]
+    slowest: float
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -69,7 +69,8 @@ def to_int8(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     finite gets the scale NaN, so that it stays broken."""
     kv = kv.float()
     top = kv.abs().amax(-1)
-    codes = (kv * torch.where(top > 0, 127 / top, 0)[..., None]).nan_to_num(1, 1, 1).round().to(torch.int8)
+    by = torch.full_like(top, 127) / top  # (127 / top would be 127 * (1 / top), rounded twice)
+    codes = (kv * torch.where(top > 0, by, 0)[..., None]).nan_to_num(1, 1, 1).round().to(torch.int8)
     return codes, torch.where(top.isfinite(), top / 127, torch.nan)
 
 

@@ -200,7 +200,7 @@ INLINE void NAME(write_int8)(const void *from, int64_t at, int io, int8_t *to, i
     }
     const float by = top > 0 && !broken ? 127 / top : 0;
     for (int d = 0; d < dim; d += 8) {
-        i8 q = __builtin_convertvector(round8(load(values + d) * by), i8);
+        i8 q = __builtin_convertvector(round_product(load(values + d), by), i8);
         for (int i = 0; i < 8; i++) to[(d + i) * step] = broken ? 1 : (int8_t)q[i];
     }
     *scale = broken ? __builtin_nanf("") : top / 127; /* what is broken must stay so */

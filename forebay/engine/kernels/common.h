@@ -80,9 +80,11 @@ INLINE float top8(v8 v) {
     return best;
 }
 
-INLINE v8 round8(v8 x) { /* to the nearest integer, ties to even; for |x| < 2^22 */
+INLINE v8 round_product(v8 x, float by) { /* x * by to the nearest integer, ties to even; for less than 2^22 */
     const v8 magic = splat(12582912.0f); /* 1.5 * 2^23 */
-    return (x + magic) - magic;
+    v8 product = x * by;
+    __asm__("" : "+m"(product)); /* rounded once by itself, as torch does: fused with the sum, ties would fall elsewhere */
+    return (product + magic) - magic;
 }
 
 /* exp(x) for x <= 0, 0 below -87. 2^k * 2^f with f in [-1/2, 1/2] by a polynomial of degree 6 (Taylor of 2^f: relative

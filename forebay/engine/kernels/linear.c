@@ -92,11 +92,49 @@ INLINE __m256i four(const int8_t *p) {
 #pragma GCC pop_options
 #endif
 
+typedef void (*block_fn)(const uint8_t *, int, acts, int64_t, int64_t, float *, int64_t, int);
+
+static block_fn block_of_level(int level) {
+#if X86
+    if (level == 1) return block_avx2;
+    if (level == 2) return block_vnni;
+#endif
+    return portable_block;
+}
+
+/* Whether a level computes what the portable code does, on made-up codes: it may never have run on such a CPU. */
+static int agrees(int level) {
+    enum { ROWS_HERE = 7, K = 2 * GROUP };
+    uint8_t w[2 * 544];
+    int8_t q[ROWS_HERE * K];
+    float scale[ROWS_HERE * 2], sum[ROWS_HERE * 2], ours[ROWS_HERE * LANES], theirs[ROWS_HERE * LANES];
+    uint32_t seed = 1;
+    for (int bits = 4; bits <= 8; bits += 4) {
+        const int size = bits == 4 ? 320 : 544;
+        for (int i = 0; i < 2 * size; i++) w[i] = (uint8_t)((seed = seed * 1664525u + 1013904223u) >> 24);
+        for (int i = 0; i < 2 * size; i++) {
+            if (bits == 8 && w[i] == 0x80) w[i] = 0; /* -128 is no code */
+            if (i % size < (bits == 4 ? 64 : 32) && i % 2) w[i] = 0x2c | (w[i] & 0x83); /* float16 near 1/16 */
+        }
+        for (int i = 0; i < ROWS_HERE * K; i++)
+            q[i] = (int8_t)((int32_t)((seed = seed * 1664525u + 1013904223u) >> 8) % 255 - 127);
+        for (int i = 0; i < ROWS_HERE * 2; i++) scale[i] = 0.01f * (float)(i + 1), sum[i] = 0.3f * (float)(i - 5);
+        acts x = {q, scale, sum};
+        block_of_level(level)(w, bits, x, K, ROWS_HERE, ours, LANES, 0);
+        portable_block(w, bits, x, K, ROWS_HERE, theirs, LANES, 0);
+        for (int i = 0; i < ROWS_HERE * LANES; i++)
+            if (!(fabsf(ours[i] - theirs[i]) <= 1e-4f * (1 + fabsf(theirs[i])))) return 0;
+    }
+    return 1;
+}
+
 static int level = 0;
+static block_fn block = portable_block;
 
 int forebay_has(void) { return level; }
 
-/* Use what this CPU has, but nothing above `limit` (tests of the lower ones): 0 portable, 1 AVX2, 2 VNNI. */
+/* Use what this CPU has and computes right, but nothing above `limit` (tests of the lower ones): 0 portable, 1 AVX2,
+ * 2 VNNI. */
 int forebay_level(int limit) {
     int has = 0;
 #if X86
@@ -108,22 +146,15 @@ int forebay_level(int limit) {
             has = 2;
     }
 #endif
-    level = has < limit ? has : limit;
-    return level;
+    has = has < limit ? has : limit;
+    while (has > 0 && !agrees(has)) has--;
+    level = has;
+    block = block_of_level(has);
+    return has;
 }
 
 /* 16 channels of y for `rows` rows; `add`: to what is there. `y` points to the block's first channel. */
 void forebay_linear_block(const uint8_t *w, int bits, acts x, int64_t k, int64_t rows, float *y, int64_t y_width,
                           int add) {
-#if X86
-    if (level == 1) {
-        block_avx2(w, bits, x, k, rows, y, y_width, add);
-        return;
-    }
-    if (level == 2) {
-        block_vnni(w, bits, x, k, rows, y, y_width, add);
-        return;
-    }
-#endif
-    portable_block(w, bits, x, k, rows, y, y_width, add);
+    block(w, bits, x, k, rows, y, y_width, add);
 }

@@ -26,7 +26,7 @@ static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, 
         const float by = bits > 0 && !broken ? 127 / high : 0;
         i8 codes[4], total = {0};
         for (int i = 0; i < 4; i++) {
-            codes[i] = broken ? (i8){0} : __builtin_convertvector(round8(v[i] * by), i8);
+            codes[i] = broken ? (i8){0} : __builtin_convertvector(round_product(v[i], by), i8);
             total += codes[i];
         }
 #ifdef __AVX2__ /* the compiler would move the values one by one */

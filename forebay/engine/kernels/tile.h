@@ -1,5 +1,9 @@
 /* R rows x 16 channels in registers. Included once per instruction set, with VNNI and NAME defined. */
 
+#ifndef AHEAD_OF_FEW
+#define AHEAD_OF_FEW 2048
+#endif
+
 INLINE __m256i NAME(dot8)(__m256i sum, __m256i codes, __m256i x) { /* sums of four products, signed times signed */
     __m256i size = _mm256_abs_epi8(codes), signs = _mm256_sign_epi8(x, codes);
 #if VNNI
@@ -32,6 +36,9 @@ INLINE void NAME(tile)(const int R, const int bits, const uint8_t *w, acts x, in
     ROWS low[r] = high[r] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; g++, q += GROUP) {
         __m256i a[4], b[4];
+        /* Few rows: reading weights is all there is to do, and the hardware stops at each page of 4 KiB. */
+        if (R < 4)
+            for (int i = 0; i < (bits == 4 ? 320 : 544); i += 64) __builtin_prefetch(w + AHEAD_OF_FEW + i);
         ROWS a[r] = b[r] = _mm256_setzero_si256();
         if (bits == 4) {
 #pragma GCC unroll 4

@@ -156,7 +156,8 @@ def fake_quantize(x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     groups = F.pad(x, (0, -x.shape[-1] % GROUP)).view(len(x), -1, GROUP)
     top = groups.abs().amax(-1, keepdim=True)
-    codes = (groups * torch.where(top > 0, 127 / top, 0)).round()
+    by = torch.full_like(top, 127) / top  # (127 / top would be 127 * (1 / top), rounded twice)
+    codes = (groups * torch.where(top > 0, by, 0)).round()
     result: torch.Tensor = (codes * (top / 127)).flatten(1)[:, : x.shape[-1]]
     return result
 

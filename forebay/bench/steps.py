@@ -129,19 +129,11 @@ def _pages(case: Case) -> int:
 def _fill(built: Built, n_pages: int) -> None:
     """Put K and V of real tokens into the first pages. Memory that was never written is one page of zeros to the
     system, and reading that is faster than reading memory."""
-    pool = _pool(built)
+    pool = built.pool
     whole = min(_REAL, built.max_context) // PAGE_SIZE
     built.runner.execute(Step((dummy_work(0, whole * PAGE_SIZE, built.n_pages),)))
     for first in range(whole, n_pages, whole):
         pool[first : first + whole] = pool[: len(pool[first : first + whole])]
-
-
-def _pool(built: Built) -> torch.Tensor:
-    """The KV pool [pages, ...]: the runner has no other reason to show it."""
-    for value in vars(built.runner._attention).values():
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == built.n_pages:
-            return value
-    raise RuntimeError("the attention holds no pool")
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-_METAVARS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", int | float: "SIZE", Path: "PATH"}
+_METAVARS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", int | float: "SIZE", Path: "PATH", bool: "true|false"}
 
 
 class SettingsCommand(click.Command):

@@ -99,6 +99,7 @@ def load(files: ModelFiles, settings: EngineSettings) -> tuple[Engine, Hello]:
         token_budget=settings.token_budget,
         max_context=built.max_context,
         n_pages=built.n_pages,
+        clock=time.monotonic,
     )
     warm = time.monotonic()
     scheduler = Scheduler(

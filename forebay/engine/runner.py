@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +48,7 @@ class Built:
 
     runner: ModelRunner
     spec: ModelSpec
+    pool: torch.Tensor
     n_pages: int
     max_context: int
     weight_bytes: int
@@ -87,8 +88,11 @@ class ModelRunner:
         with torch.inference_mode():
             return self._decoder.forward(batch, self._attention)
 
-    def warm_up(self, *, max_batch: int, token_budget: int, max_context: int, n_pages: int) -> list[float]:
-        """Run every planned shape once, so that the first user does not pay for it. Returns the seconds of each.
+    def warm_up(
+        self, *, max_batch: int, token_budget: int, max_context: int, n_pages: int, clock: Callable[[], float]
+    ) -> list[float]:
+        """Run every planned shape once, so that the first user does not pay for it. Returns the seconds of each, by
+        ``clock``.
 
         Decodes at each power of two up to ``max_batch``, a full chunk from the start and one that continues, and
         both together. Writes to pages that nobody holds yet.
@@ -100,9 +104,9 @@ class ModelRunner:
         plans.append([(1, 1)] * (sizes[-1] - 1) + [(0, max(2, chunk - max_batch))])
         times = []
         for plan in plans:
-            begin = time.monotonic()
+            begin = clock()
             self.execute(Step(tuple(dummy_work(start, count, n_pages) for start, count in plan)))
-            times.append(time.monotonic() - begin)
+            times.append(clock() - begin)
         return times
 
 
@@ -150,8 +154,9 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
             decoder = CompiledDecoder(spec, weights, attention)
     runner = ModelRunner(decoder, attention, compiled=level != "none")
     name = str(dtype).removeprefix("torch.")
+    origin = "converted from the model's file" if weights.converted else "as converted by an earlier start"
     summary = {
-        "weights": f"{weights.n_bytes() / 2**20:,.0f} MiB in {name if quantize == 'none' else quantize}",
+        "weights": f"{weights.n_bytes() / 2**20:,.0f} MiB in {name if quantize == 'none' else quantize}, {origin}",
         "device": str(device) + (f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""),
         "kernels": f"compiled{'' if compiled else ' attention'} ({level})" if native else "torch",
         "kv cache": f"{n_pages:,} pages of {PAGE_SIZE} tokens, {n_pages * page_bytes / 2**30:.2f} GiB "
@@ -159,7 +164,17 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
     }
     max_context = min(max_context, n_pages * PAGE_SIZE)
     kv_bytes = n_pages * page_bytes
-    return Built(runner, spec, n_pages, max_context, weights.n_bytes(), kv_bytes, page_bytes // PAGE_SIZE, summary)
+    return Built(
+        runner=runner,
+        spec=spec,
+        pool=pool,
+        n_pages=n_pages,
+        max_context=max_context,
+        weight_bytes=weights.n_bytes(),
+        kv_bytes=kv_bytes,
+        kv_token_bytes=page_bytes // PAGE_SIZE,
+        summary=summary,
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -167,6 +167,24 @@ async def test_a_hang_is_seen_and_ended(plain: tuple[ModelFiles, Judge]) -> None
         await finish(submit(client, order(prompt(30), 3)))
 
 
+async def test_a_long_step_is_no_hang_where_the_warm_up_had_such_steps(plain: tuple[ModelFiles, Judge]) -> None:
+    files, _ = plain
+    async with running(files, hang_timeout=0.7) as client:
+        assert client.hello
+        assert 0 < client.hello.slowest < 60
+        client.hello = msgspec.structs.replace(client.hello, slowest=1.0)
+        # The reader waits with the patience that it had when the last frame came.
+        stream = submit(client, order(prompt(30), 60))
+        await stream.get()
+        assert client.pid
+        os.kill(client.pid, signal.SIGSTOP)
+        await asyncio.sleep(2)
+        os.kill(client.pid, signal.SIGCONT)
+        _, last = await finish(stream)
+        assert last.end is End.LENGTH
+        assert client.restarts == 0
+
+
 async def test_an_idle_engine_is_heard_of(plain: tuple[ModelFiles, Judge]) -> None:
     files, _ = plain
     async with running(files) as client:

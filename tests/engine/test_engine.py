@@ -1,7 +1,9 @@
 """The engine as a library: one answer whatever the path (law 9 in float32), and failures that end alone (law 12)."""
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from forebay.config import EngineSettings
 from forebay.engine.kernels import library
 from forebay.engine.kv.capacity import OutputGuess, pages_of
 from forebay.engine.loop import MAX_FAILED_STEPS, Engine, EngineBroken
-from forebay.engine.runner import Built, build
+from forebay.engine.runner import Built, build, usable_cores
 from forebay.engine.sample import FAILED
 from forebay.engine.scheduler import Scheduler, Step
 from forebay.engine.sequence import Emit, End, GenSpec
@@ -211,3 +213,12 @@ def test_memory_does_not_grow_with_requests(plain: tuple[ModelFiles, Judge], eng
     assert len(engine.scheduler.tree) <= engine.scheduler.pages.total
     assert not engine.scheduler._by_id
     assert torch.is_grad_enabled()
+
+
+def test_threads_are_the_cores_that_may_be_used(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    quota = tmp_path / "cpu.max"
+    for text, expected in (("max 100000", cores), ("100000 100000", 1), ("50000 100000", 1), ("nonsense", cores)):
+        quota.write_text(text)
+        assert usable_cores(quota) == expected
+    assert usable_cores(tmp_path / "none") == cores

@@ -213,12 +213,21 @@ def test_a_quantized_gguf_is_taken_as_it_is(tmp_path: Path, kind: str, use: str)
     assert off_by(ours, theirs) < 0.16
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("mode", "kv"), [("int8", "model"), ("int4", "int8")])
+def test_a_gpu_computes_what_torch_does_on_the_cpu(plain: tuple[ModelFiles, Judge], mode: str, kv: str) -> None:
+    ids = prompt(90)
+    gpu = logits_of(built_as(plain[0], mode, kv, "off", device="cuda"), ids, [40], 0, 0).cpu()
+    assert off_by(gpu, logits_of(built_as(plain[0], mode, kv, "off"), ids, [40], 0, 0)) < 0.05
+
+
 def test_converted_weights_are_kept_and_taken_again(
     plain: tuple[ModelFiles, Judge], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = resolve(str(plain[0].path), tmp_path)
     assert files.cache is not None
     first = built_as(files, "int4", "model", "auto")
+    assert "converted from the model's file" in first.summary["weights"]
     entry = files.cache / "weights-int4.safetensors"
     assert entry.is_file()
     ids = prompt(40)
@@ -229,7 +238,9 @@ def test_converted_weights_are_kept_and_taken_again(
 
     with monkeypatch.context() as patch:
         patch.setattr("forebay.engine.model.weights.open_source", never)
-        assert torch.equal(logits_of(built_as(files, "int4", "model", "auto"), ids, [], 0, 0), logits)
+        again = built_as(files, "int4", "model", "auto")
+        assert torch.equal(logits_of(again, ids, [], 0, 0), logits)
+        assert "earlier start" in again.summary["weights"]
     # Damaged, or of other code: made anew.
     for damage in (
         lambda data: data[:-7],

@@ -69,13 +69,14 @@ class LayerWeights:
 class Weights:
     """``embed`` [vocab, hidden]; ``head`` the same weight again where it is tied, laid out for multiplication.
     ``rope_factors`` [dim / 2] divides the rotary frequencies (Llama 3 in GGUF form), or None. Norms are in the dtype
-    that the decoder computes in."""
+    that the decoder computes in. ``converted``: they were made from the model's file just now, not found ready."""
 
     embed: Embedding
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Linear
     rope_factors: torch.Tensor | None
+    converted: bool
 
     def n_bytes(self) -> int:
         linears = [self.head, *(p for w in self.layers for p in (w.qkv, w.out, w.gate_up, w.down))]
@@ -113,10 +114,11 @@ def load_weights(
             parts = [source.get(part).to(dtype) for part in source.parts(name)]
             return make_linear(torch.cat(parts).to(device))
 
-        return _assemble(spec, source.norms(), PlainEmbedding(embed), linear, dtype, device)
+        return _assemble(spec, source.norms(), PlainEmbedding(embed), linear, dtype, device, converted=True)
 
     entry = f"weights-{mode}.safetensors"
     kept = store.load(files.cache / entry) if files.cache else None
+    converted = kept is None
     if kept is None:
         kept = _quantized(_Checked(files, spec), spec, mode)
         folder = cache_dir(files)
@@ -130,7 +132,7 @@ def load_weights(
         return head if name == "head" else QuantLinear(packed[name].to(device), dtype)
 
     embed_of = QuantEmbedding(embedding, dtype, shared=embedding is head.packed)
-    return _assemble(spec, norms, embed_of, quantized, dtype, device)
+    return _assemble(spec, norms, embed_of, quantized, dtype, device, converted=converted)
 
 
 def _assemble(
@@ -140,6 +142,8 @@ def _assemble(
     linear: Callable[[str], Linear],
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    converted: bool,
 ) -> Weights:
     layers = tuple(
         LayerWeights(
@@ -149,7 +153,7 @@ def _assemble(
         for i in range(spec.n_layers)
     )
     norm = norms["norm"].to(dtype).to(device)
-    return Weights(embed, layers, norm, linear("head"), norms.get("rope_factors"))
+    return Weights(embed, layers, norm, linear("head"), norms.get("rope_factors"), converted)
 
 
 def _quantized(source: _Checked, spec: ModelSpec, mode: Mode) -> tuple[dict[str, Packed], dict[str, torch.Tensor]]:

@@ -4,8 +4,9 @@
 
 Accuracy is judged on Python's own manual (``pydoc_data.topics``: prose, tables and code that every installation has):
 perplexity and the share of positions where the most likely token is the same as without quantization; and on
-conversations of several turns in which a fact of the first turn is asked for at the end. Speed is 16 sequences of 300
-tokens in and 100 out, from the times of prefill and of a decode step, and the time per token of one sequence.
+conversations of several turns in which a fact of the first turn is asked for at the end, and on short questions of
+general knowledge: perplexity does not show a first token that tips over. Speed is 16 sequences of 300 tokens in and
+100 out, from the times of prefill and of a decode step, and the time per token of one sequence.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ..engine.model.verdict import KVType, Quantize, Score, Verdict
 from ..engine.runner import Built, build, dummy_work
 from ..engine.scheduler import Scheduler, Step
 from ..engine.sequence import GenSpec
+from ..text.detokenize import Detokenizer
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 
@@ -48,6 +50,34 @@ MODES: tuple[tuple[Quantize, KVType], ...] = (
     ("int4", "int8"),
 )
 WINDOW = 512
+#: Questions, and what a right answer contains.
+_KNOWLEDGE = (
+    ("What is the capital of France?", "paris"),
+    ("What is the capital of Germany?", "berlin"),
+    ("What is the capital of Italy?", "rome"),
+    ("What is the capital of Spain?", "madrid"),
+    ("What is the capital of Japan?", "tokyo"),
+    ("What is the capital of China?", "beijing"),
+    ("What is the capital of Russia?", "moscow"),
+    ("What is the capital of Egypt?", "cairo"),
+    ("What is the largest planet in our solar system?", "jupiter"),
+    ("Which planet is known as the Red Planet?", "mars"),
+    ("Who wrote Romeo and Juliet?", "shakespeare"),
+    ("Who painted the Mona Lisa?", "leonardo"),
+    ("What is the chemical formula of water?", "h2o"),
+    ("Which gas do plants take from the air?", "carbon dioxide"),
+    ("How many days are there in a week?", "seven"),
+    ("How many legs does a spider have?", "eight"),
+    ("What is the opposite of hot?", "cold"),
+    ("Which language is spoken in Brazil?", "portuguese"),
+    ("On which continent is Kenya?", "africa"),
+    ("What is the largest ocean on Earth?", "pacific"),
+    ("What is the tallest mountain in the world?", "everest"),
+    ("Which metal has the symbol Fe?", "iron"),
+    ("Which animal is called man's best friend?", "dog"),
+    ("What do bees make?", "honey"),
+)
+SAID = 24
 BATCH, PROMPT, ANSWER = 16, 300, 100
 
 _FILLERS = (
@@ -66,10 +96,13 @@ _REPLIES = (
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What every mode is asked: windows of text [W][512], and prompts with the ids of the fact that they end before."""
+    """What every mode is asked: windows of text [W][512], prompts with the ids of the fact that they end before, and
+    prompts with the word that their answer should contain."""
 
     windows: list[list[int]]
     facts: list[tuple[list[int], list[int]]]
+    knowledge: list[tuple[list[int], str]]
+    tokenizer: Tokenizer
 
 
 def questions(files: catalog.ModelFiles, n_tokens: int, n_facts: int) -> Questions:
@@ -89,7 +122,8 @@ def questions(files: catalog.ModelFiles, n_tokens: int, n_facts: int) -> Questio
         turns.append(Message("user", "What was my order number?"))
         prompt = template.encode(tokenizer, turns) + tokenizer.encode("Your order number is ", specials=False)
         facts.append((prompt, tokenizer.encode(number, specials=False)))
-    return Questions(windows, facts)
+    knowledge = [(template.encode(tokenizer, [Message("user", asked)]), word) for asked, word in _KNOWLEDGE]
+    return Questions(windows, facts, knowledge, tokenizer)
 
 
 def _said(text: str) -> Message:
@@ -103,6 +137,7 @@ class Measured:
     nll: float
     picks: np.ndarray
     recall: float
+    right: list[bool]
     speed: float
     alone: float
     weights: int
@@ -119,12 +154,17 @@ def measure(built: Built, asked: Questions, repeats: int, advance: Callable[[], 
         advance()
     speed, alone = _speed(built, repeats)
     advance()
-    recall = _recall(built, asked.facts)
+    said = _generate(built, [(prompt, len(fact)) for prompt, fact in asked.facts])
+    recall = statistics.fmean(ids == fact for ids, (_, fact) in zip(said, asked.facts, strict=True))
+    said = _generate(built, [(prompt, SAID) for prompt, _ in asked.knowledge])
+    texts = [Detokenizer(asked.tokenizer).push(ids).lower() for ids in said]
+    right = [word in text for text, (_, word) in zip(texts, asked.knowledge, strict=True)]
     advance()
     return Measured(
         nll=statistics.fmean(losses),
         picks=np.concatenate(picks),
         recall=recall,
+        right=right,
         speed=speed,
         alone=alone,
         weights=built.weight_bytes,
@@ -157,12 +197,12 @@ def _speed(built: Built, repeats: int) -> tuple[float, float]:
     return BATCH * ANSWER / (BATCH * prefill + ANSWER * decode), alone
 
 
-def _recall(built: Built, facts: list[tuple[list[int], list[int]]]) -> float:
+def _generate(built: Built, asked: list[tuple[list[int], int]]) -> list[list[int]]:
+    """The greedy answers to prompts, of so many tokens at most."""
     scheduler = Scheduler(n_pages=built.n_pages, max_batch=BATCH, token_budget=WINDOW, max_context=built.max_context)
     engine = Engine(scheduler, built.runner, vocab_size=built.spec.vocab_size, clock=time.monotonic)
-    news = engine.generate([GenSpec(i, prompt, len(fact)) for i, (prompt, fact) in enumerate(facts)])
-    said = {i: [token for emit in emits for token in emit.tokens] for i, emits in news.items()}
-    return statistics.fmean(said[i] == fact for i, (_, fact) in enumerate(facts))
+    news = engine.generate([GenSpec(i, prompt, most) for i, (prompt, most) in enumerate(asked)])
+    return [[token for emit in news[i] for token in emit.tokens] for i in range(len(asked))]
 
 
 def report(
@@ -192,6 +232,8 @@ def report(
                 loss=math.expm1(got.nll - own.nll),
                 agreement=float((got.picks == own.picks).mean()),
                 recall=got.recall,
+                right=sum(got.right),
+                lost=sum(a and not b for a, b in zip(own.right, got.right, strict=True)),
                 speed=got.speed,
                 alone=got.alone,
                 weights=got.weights,
@@ -211,6 +253,7 @@ def show(found: Verdict, model: str, level: str) -> None:
         "perplexity",
         "same token",
         "recall",
+        "right answers",
         "tokens/s of 16",
         "ms/token",
         "MiB",
@@ -220,14 +263,14 @@ def show(found: Verdict, model: str, level: str) -> None:
     best = found.best()
     for s in found.scores:
         style = "bold" if s is best else None if found.passes(s) else "dim"
-        figures = [f"{s.loss:+.2%}", f"{s.agreement:.1%}", f"{s.recall:.0%}", f"{s.speed:.0f}", f"{s.alone * 1e3:.1f}"]
-        sizes = [f"{s.weights / 2**20:,.0f}", f"{s.kv_token:,}"]
+        figures = [f"{s.loss:+.2%}", f"{s.agreement:.1%}", f"{s.recall:.0%}", f"{s.right} ({-s.lost})"]
+        sizes = [f"{s.speed:.0f}", f"{s.alone * 1e3:.1f}", f"{s.weights / 2**20:,.0f}", f"{s.kv_token:,}"]
         table.add_row(s.quantize, s.kv, *figures, *sizes, style=style)
     console = Console(highlight=False)
     console.print(table)
     failed = [f"{s.quantize} with KV {s.kv}" for s in found.scores if not found.passes(s)]
     if failed:
-        console.print(f"Refused unless forced (more than {verdict.LIMIT:.0%} lost): {', '.join(failed)}")
+        console.print(f"Refused unless forced: {', '.join(failed)}")
     if best:
         console.print(f"auto takes: weights {best.quantize}, KV {best.kv}")
 

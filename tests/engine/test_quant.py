@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,6 +18,7 @@ from forebay.catalog import ModelFiles, resolve
 from forebay.config import EngineSettings
 from forebay.engine import kernels
 from forebay.engine.batch import Batch
+from forebay.engine.kernels.hadamard import spread
 from forebay.engine.kv.capacity import pages_of
 from forebay.engine.model import store
 from forebay.engine.model.quant import Codes, Packed, QuantLinear, fake_quantize, from_gguf, join, linear, quantize
@@ -47,21 +49,56 @@ def weights(n: int, k: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("n", "k"), [(16, 32), (48, 64), (37, 96), (50, 40), (1, 32)])
-def test_packing_loses_nothing(bits: int, n: int, k: int) -> None:
+def test_packing_loses_nothing(bits: Literal[4, 8], n: int, k: int) -> None:
     w = weights(n, k)
     codes = quantize(w, bits)
     scale = np.repeat(codes.scale.astype(np.float32), 32, axis=1)
-    least = np.repeat(codes.least.astype(np.float32), 32, axis=1) if codes.least is not None else 0
-    plain = (codes.codes * scale + least)[:, :k]
+    offset = np.repeat(codes.offset.astype(np.float32), 32, axis=1)
+    values = codes.codes.astype(np.float32)
+    if bits == 8:
+        values = (values.reshape(-1, 16) @ hadamard(16) / 16).reshape(values.shape).astype(np.float32)
+    plain = (values * scale + offset)[:, :k]
     packed = Packed.of(codes, k)
     np.testing.assert_array_equal(packed.dequantize().numpy(), plain)
     order = torch.tensor([n - 1, 0, n // 2])
     np.testing.assert_array_equal(packed.rows(order).numpy(), plain[order])
-    # Half a step, and what float16 rounds of scale and least.
+    # Half a step, and what float16 rounds of scale and offset.
     assert np.abs(plain - w).max() <= 0.51 * scale[:, :k].max() + 0.003
+    if bits == 8:  # and spread, the errors of 16 codes are one sixteenth of their sum
+        assert np.sqrt(np.mean((plain - w) ** 2)) <= 0.3 * scale.max() / 4
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_a_transform_and_its_matrix() -> None:
+    x = torch.from_numpy(weights(3, 64))
+    for block in (8, 16, 64):
+        expected = (x.double().view(3, -1, block) @ torch.from_numpy(hadamard(block))).view(3, 64)
+        torch.testing.assert_close(spread(x, block).double(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_4_bits_fit_into_8_that_are_spread(kind: str) -> None:
+    codes = from_gguf(quants.quantize(weights(24, 96), GGMLQuantizationType[kind]), kind)
+    assert codes is not None
+    wide = codes.widened()
+    assert wide.bits == 8
+    assert wide.codes.min() >= -128
+    theirs = Packed.of(codes, 96).dequantize()
+    torch.testing.assert_close(
+        Packed.of(wide, 96).dequantize(), theirs, atol=2e-3 * float(codes.scale.max()) * 8, rtol=0
+    )
+    extreme = Codes(np.full((1, 32), 0, np.int8), codes.scale[:1, :1], codes.offset[:1, :1], 4).widened()
+    assert extreme.codes.min() == -128
+
+
+def hadamard(n: int) -> np.ndarray:
+    """Sylvester's matrix, +1 and -1."""
+    h = np.ones((1, 1))
+    while len(h) < n:
+        h = np.block([[h, h], [h, -h]])
+    return h
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 def test_codes_of_a_gguf_are_those_of_the_file(kind: str) -> None:
     w = weights(24, 96)
     blocks = quants.quantize(w, GGMLQuantizationType[kind])
@@ -69,7 +106,7 @@ def test_codes_of_a_gguf_are_those_of_the_file(kind: str) -> None:
     assert codes is not None
     theirs = quants.dequantize(blocks, GGMLQuantizationType[kind])
     np.testing.assert_allclose(Packed.of(codes, 96).dequantize().numpy(), theirs, atol=1e-6)
-    assert from_gguf(blocks, "Q4_K") is None
+    assert from_gguf(blocks, "Q8_0") is None
 
 
 def test_rows_in_another_order_and_below_each_other() -> None:
@@ -104,20 +141,23 @@ def test_kernels_equal_torch(each_level: None, shape: tuple[int, int, int, int, 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_extreme_codes_do_not_overflow(each_level: None, bits: int) -> None:
+def test_extreme_codes_do_not_overflow(each_level: None, bits: Literal[4, 8]) -> None:
     """The largest sums that there can be, in both signs: 16 bits are just enough."""
-    codes = np.full((16, 64), 15 if bits == 4 else -127, dtype=np.int8)
+    codes = np.full((16, 64), 15 if bits == 4 else -128, dtype=np.int8)
     ones = np.ones((16, 2), dtype=np.float16)
-    packed = Packed.of(Codes(codes, ones, 0 * ones if bits == 4 else None), 64)
+    packed = Packed.of(Codes(codes, ones, 0 * ones, bits), 64)
     x = torch.full((5, 64), 127.0)
+    if bits == 8:  # what becomes 127 everywhere when it is spread
+        x = 127 * torch.tensor([1.0] + 15 * [0.0]).repeat(4).expand(5, 64).clone()
     x[1:3] *= -1
     expected = x.double() @ packed.dequantize().double().T
     assert torch.equal(linear(packed, x).double(), expected)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_broken_stays_broken_in_its_row(each_level: None, broken: float) -> None:
-    packed = Packed.of(quantize(weights(20, 64), 4), 64)
+def test_what_is_broken_stays_broken_in_its_row(each_level: None, broken: float, bits: Literal[4, 8]) -> None:
+    packed = Packed.of(quantize(weights(20, 64), bits), 64)
     x = torch.from_numpy(weights(3, 64))
     x[1, 40] = broken
     for out in (linear(packed, x), QuantLinear(packed, torch.float32)(x)):
@@ -128,9 +168,13 @@ def test_what_is_broken_stays_broken_in_its_row(each_level: None, broken: float)
 def test_activations_in_8_bits() -> None:
     x = torch.from_numpy(weights(5, 70))
     x[2, :32] = 0
-    error = (fake_quantize(x) - x).abs()
+    error = (fake_quantize(x, 4) - x).abs()
     assert error.max() <= x.abs().max() / 254 * 1.01
-    assert not fake_quantize(x)[2, :32].any()
+    assert not fake_quantize(x, 4)[2, :32].any()
+    assert not fake_quantize(x, 8)[2, :32].any()
+    x[:, 5] = 40  # one large value takes the bits of its group, unless it is spread
+    few, many = ((fake_quantize(x, bits)[:, 6:32] - x[:, 6:32]).square().mean() for bits in (4, 8))
+    assert many < few / 8
 
 
 COMBINATIONS = list(itertools.product(["none", "int8", "int4"], ["model", "int8"], ["auto", "off"]))
@@ -201,7 +245,7 @@ def test_no_combination_loses_the_model(tiny: tuple[ModelFiles, Judge], mode: st
     assert off_by(fast, slow) < (1e-5 if (mode, kv) == ("none", "model") else 0.02)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 @pytest.mark.parametrize("use", ["auto", "off"])
 def test_a_quantized_gguf_is_taken_as_it_is(tmp_path: Path, kind: str, use: str) -> None:
     """No second loss: only the activations are rounded, so the logits are nearer than 4 bits once more would be."""

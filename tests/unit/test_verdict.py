@@ -12,8 +12,10 @@ from forebay.engine.model import verdict
 from forebay.engine.model.verdict import Score, Verdict
 
 
-def score(quantize: str, kv: str = "model", loss: float = 0.0, speed: float = 100.0, recall: float = 0.9) -> Score:
-    return Score(quantize, kv, loss, 0.97, recall, speed, 0.01, 1, 1)  # type: ignore[arg-type]
+def score(
+    quantize: str, kv: str = "model", loss: float = 0.0, speed: float = 100.0, recall: float = 0.9, lost: int = 0
+) -> Score:
+    return Score(quantize, kv, loss, 0.97, recall, 20 - lost, lost, speed, 0.01, 1, 1)  # type: ignore[arg-type]
 
 
 GOOD = Verdict(
@@ -44,6 +46,8 @@ def test_what_passes() -> None:
     assert [GOOD.passes(s) for s in GOOD.scores] == [True, True, True, False, True, True]
     assert GOOD.best() == score("int4", "int8", 0.008, 120)  # the fastest that passes, not the fastest
     assert not GOOD.passes(score("int4", loss=0.0, recall=0.8))
+    assert GOOD.passes(score("int4", lost=1))  # one in 16 of the 20 that the model's own dtype gets right
+    assert not GOOD.passes(score("int4", lost=2))
     assert Verdict(()).best() is None
 
 

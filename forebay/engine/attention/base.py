@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..batch import Batch
+from ..kernels.hadamard import spread
 from ..kv.pages import PAGE_SIZE
 
 
@@ -18,7 +19,7 @@ class KVShape:
 
     A page is one contiguous span. K stands transposed because scores of 16 tokens at once are then one multiply-add
     per dim, with no sum across a register. In ``dtype`` int8 each head's values are followed by 16 float32 scales,
-    one per token.
+    one per token, and K is spread (``spread_heads``).
     """
 
     n_layers: int
@@ -62,6 +63,16 @@ def v_view(pool: torch.Tensor, head_dim: int) -> torch.Tensor:
 def scale_view(pool: torch.Tensor) -> torch.Tensor:
     """Scales of an int8 pool as float32 [pages, layers, K|V, kv heads, 16]."""
     return pool[..., -4 * PAGE_SIZE :].view(torch.float32)
+
+
+def spread_heads(x: torch.Tensor) -> torch.Tensor:
+    """What queries and keys [..., dim] become for an int8 pool: ``spread`` in the largest blocks that divide dim. A few
+    dims of K are much larger than the rest and would leave it few of the 8 bits."""
+    return spread(x, spread_block(x.shape[-1]))
+
+
+def spread_block(dim: int) -> int:
+    return dim & -dim
 
 
 def to_int8(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,9 +89,11 @@ INLINE void NAME(attend_unit)(const attend_job *j, int32_t layer, int64_t unit, 
     float top[MAX_ROWS], weight[MAX_ROWS];
     const int64_t *u = j->units + unit * 5, *table = j->tables + u[0] * j->table_width;
     const int group = j->heads / j->kv_heads, rows = (int)u[2] * group, dim = j->dim;
+    const float scale = type == INT8 ? j->scale / (float)(dim & -dim) : j->scale;
     for (int r = 0; r < rows; r++) {
         int64_t from = (u[1] + r / group) * j->q_stride + (int64_t)(head * group + r % group) * dim;
-        for (int d = 0; d < dim; d++) q[r * MAX_DIM + d] = load_one(j->q, from + d, j->io) * j->scale;
+        for (int d = 0; d < dim; d++) q[r * MAX_DIM + d] = load_one(j->q, from + d, j->io) * scale;
+        if (type == INT8) spread(q + r * MAX_DIM, dim, dim & -dim); /* as the keys are */
         top[r] = -__builtin_inff();
         weight[r] = 0;
         memset(total + r * MAX_DIM, 0, sizeof(float) * dim);
@@ -188,12 +190,13 @@ static void NAME(merge)(const attend_job *j, int64_t unit) {
 
 /* ---- writing K and V: kv [rows, 2 * kv heads, dim], kv_stride elements from row to row, into (page, offset) */
 
-/* One head of one token in 8 bits; `step` elements from value to value. */
-INLINE void NAME(write_int8)(const void *from, int64_t at, int io, int8_t *to, int step, float *scale, int dim) {
+/* One head of one token in 8 bits; `step` elements from value to value. Keys are spread first. */
+INLINE void NAME(write_int8)(const void *from, int64_t at, int io, int8_t *to, int step, float *scale, int dim, int key) {
     float top = 0, values[MAX_DIM];
     int broken = 0;
+    for (int d = 0; d < dim; d++) values[d] = load_one(from, at + d, io);
+    if (key) spread(values, dim, dim & -dim);
     for (int d = 0; d < dim; d++) {
-        values[d] = load_one(from, at + d, io);
         float size = values[d] < 0 ? -values[d] : values[d];
         broken |= !(size < __builtin_inff());
         top = size > top ? size : top;
@@ -217,7 +220,8 @@ static void NAME(write)(const write_job *w, int64_t first, int64_t last) {
             const int step = head < heads ? PAGE : 1;
             const int64_t at = head < heads ? offset : offset * dim;
             if (w->type == INT8)
-                NAME(write_int8)(w->kv, from, w->io, (int8_t *)to + at, step, (float *)(to + PAGE * dim) + offset, dim);
+                NAME(write_int8)(w->kv, from, w->io, (int8_t *)to + at, step, (float *)(to + PAGE * dim) + offset, dim,
+                                 head < heads);
             else
                 for (int d = 0; d < dim; d++)
                     store_any(to, at + d * step, load_one(w->kv, from + d, w->io), w->type);

@@ -1,9 +1,9 @@
 /* Linear layers on 8-bit activations: y = x W^T, weights in 4 or 8 bits.
  *
- * A block of packed weights is 16 channels; inside it every 32 inputs are a group:
- *   4 bits: 16 float16 scales d, 16 float16 minima m, then 4 pairs of quads [2][8 channels][4 inputs], the first quad of
- *           a pair in the low half of the byte, the second in the high half;          w = d * code + m
- *   8 bits: 16 float16 scales d, then 8 quads [2][8 channels][4 inputs];              w = d * code
+ * A block of packed weights is 16 channels; inside it every 32 inputs are a group: 16 float16 scales d, 16 float16 m, then
+ *   4 bits: 4 pairs of quads [2][8 channels][4 inputs], the first quad of a pair in the low half of the byte, the second
+ *           in the high half;                    w = d * code + m
+ *   8 bits: 8 quads [2][8 channels][4 inputs];   w = d * spread(code) / SPREAD + m: both factors are spread
  * Products are summed as integers inside a group (exact), groups are added as floats in their order. So the result of a
  * row does not depend on how many rows are computed with it, nor by which thread.
  *
@@ -13,14 +13,18 @@
  */
 #include "common.h"
 
-int64_t forebay_block_bytes(int bits, int64_t k) { return k / GROUP * (bits == 4 ? 320 : 544); }
+/* Of one group: scales and m, then codes. */
+enum { HEAD = 64 };
+INLINE int64_t group_bytes(int bits) { return HEAD + GROUP * LANES * bits / 8; }
+
+int64_t forebay_block_bytes(int bits, int64_t k) { return k / GROUP * group_bytes(bits); }
 
 /* ---- portable */
 
 INLINE int code_of(const uint8_t *w, int bits, int lane, int i) {
     const int quad = i / 4, at = lane / 8 * 32 + lane % 8 * 4 + i % 4;
-    if (bits == 8) return (int8_t)w[32 + quad * 64 + at];
-    return w[64 + quad / 2 * 64 + at] >> (quad % 2 * 4) & 15;
+    if (bits == 8) return (int8_t)w[HEAD + quad * 64 + at];
+    return w[HEAD + quad / 2 * 64 + at] >> (quad % 2 * 4) & 15;
 }
 
 static void half_row(const uint8_t *w, int lane, float *x) {
@@ -31,11 +35,14 @@ static void half_row(const uint8_t *w, int lane, float *x) {
 
 /* One channel of a block as floats: for the embedding, whose rows are the LM head's. */
 void forebay_unpack_row(const uint8_t *w, int bits, int64_t k, int64_t lane, float *y) {
-    for (int64_t g = 0; g < k / GROUP; g++, w += bits == 4 ? 320 : 544) {
-        float d, m = 0;
+    for (int64_t g = 0; g < k / GROUP; g++, w += group_bytes(bits), y += GROUP) {
+        float d, m;
         half_row(w, (int)lane, &d);
-        if (bits == 4) half_row(w + 32, (int)lane, &m);
-        for (int i = 0; i < GROUP; i++) y[g * GROUP + i] = d * (float)code_of(w, bits, (int)lane, i) + m;
+        half_row(w + 32, (int)lane, &m);
+        for (int i = 0; i < GROUP; i++) y[i] = (float)code_of(w, bits, (int)lane, i);
+        if (bits == 8) spread(y, GROUP, SPREAD);
+        const float by = bits == 8 ? d / SPREAD : d;
+        for (int i = 0; i < GROUP; i++) y[i] = by * y[i] + m;
     }
 }
 
@@ -46,13 +53,13 @@ static void portable_block(const uint8_t *w, int bits, acts x, int64_t k, int64_
         for (int lane = 0; lane < LANES; lane++) {
             const uint8_t *at = w;
             float sum = 0;
-            for (int64_t g = 0; g < groups; g++, at += bits == 4 ? 320 : 544) {
+            for (int64_t g = 0; g < groups; g++, at += group_bytes(bits)) {
                 const int8_t *q = x.q + r * k + g * GROUP;
                 int32_t dot = 0;
-                float d, m = 0;
+                float d, m;
                 for (int i = 0; i < GROUP; i++) dot += code_of(at, bits, lane, i) * q[i];
                 half_row(at, lane, &d);
-                if (bits == 4) half_row(at + 32, lane, &m);
+                half_row(at + 32, lane, &m);
                 sum = m * x.sum[r * groups + g] + sum;
                 sum = (float)dot * (d * x.scale[r * groups + g]) + sum;
             }
@@ -105,17 +112,15 @@ static block_fn block_of_level(int level) {
 /* Whether a level computes what the portable code does, on made-up codes: it may never have run on such a CPU. */
 static int agrees(int level) {
     enum { ROWS_HERE = 7, K = 2 * GROUP };
-    uint8_t w[2 * 544];
+    uint8_t w[2 * 576];
     int8_t q[ROWS_HERE * K];
     float scale[ROWS_HERE * 2], sum[ROWS_HERE * 2], ours[ROWS_HERE * LANES], theirs[ROWS_HERE * LANES];
     uint32_t seed = 1;
     for (int bits = 4; bits <= 8; bits += 4) {
-        const int size = bits == 4 ? 320 : 544;
+        const int size = (int)group_bytes(bits);
         for (int i = 0; i < 2 * size; i++) w[i] = (uint8_t)((seed = seed * 1664525u + 1013904223u) >> 24);
-        for (int i = 0; i < 2 * size; i++) {
-            if (bits == 8 && w[i] == 0x80) w[i] = 0; /* -128 is no code */
-            if (i % size < (bits == 4 ? 64 : 32) && i % 2) w[i] = 0x2c | (w[i] & 0x83); /* float16 near 1/16 */
-        }
+        for (int i = 0; i < 2 * size; i++)
+            if (i % size < HEAD && i % 2) w[i] = 0x2c | (w[i] & 0x83); /* float16 near 1/16 */
         for (int i = 0; i < ROWS_HERE * K; i++)
             q[i] = (int8_t)((int32_t)((seed = seed * 1664525u + 1013904223u) >> 8) % 255 - 127);
         for (int i = 0; i < ROWS_HERE * 2; i++) scale[i] = 0.01f * (float)(i + 1), sum[i] = 0.3f * (float)(i - 5);

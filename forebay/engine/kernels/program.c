@@ -53,7 +53,7 @@ enum { MAX_WIDTH = 1 << 16, LINEAR_ROWS = 64 };
 
 typedef struct {
     int32_t kind, layer;
-    int32_t bits, add;    /* linear, embed: 4 or 8; linear: add to what is in `out` */
+    int32_t bits, add;    /* 4 or 8, of the linear or of that which follows; linear: add to what is in `out` */
     int32_t sampled;      /* the rows are those that sample: norm gathers them */
     int32_t reserved;
     int64_t n, k;         /* linear: outputs and padded inputs. norm, quantize, silu: values and what they are padded to */
@@ -117,14 +117,14 @@ static void run_unit(program *p, const op *o, int64_t row) {
         case NORM:
             PICK(norm_row, o->in + (o->sampled ? p->sample_rows[row] : row) * o->in_width, o->weight, scratch, o->n,
                  o->eps);
-            PICK(quantize_row, scratch, o->n, p->x, row, o->k);
+            PICK(quantize_row, scratch, o->n, p->x, row, o->k, o->bits);
             break;
         case QUANTIZE:
-            PICK(quantize_row, o->in + row * o->in_width, o->n, p->x, row, o->k);
+            PICK(quantize_row, o->in + row * o->in_width, o->n, p->x, row, o->k, o->bits);
             break;
         case SILU:
             PICK(silu_row, o->in + row * o->in_width, o->in + row * o->in_width + o->n, scratch, o->n);
-            PICK(quantize_row, scratch, o->n, p->x, row, o->k);
+            PICK(quantize_row, scratch, o->n, p->x, row, o->k, o->bits);
             break;
         case LINEAR:
             linear_unit(p, o, row);
@@ -190,7 +190,7 @@ typedef struct {
 } linear_job;
 
 void forebay_linear(const linear_job *j) {
-    for (int64_t row = 0; row < j->rows; row++) PICK(quantize_row, j->in + row * j->n, j->n, j->x, row, j->k);
+    for (int64_t row = 0; row < j->rows; row++) PICK(quantize_row, j->in + row * j->n, j->n, j->x, row, j->k, j->bits);
     const int64_t size = forebay_block_bytes(j->bits, j->k), width = parts_of(j->outputs, LANES) * LANES;
     for (int64_t block = 0; block < width / LANES; block++)
         forebay_linear_block(j->weight + block * size, j->bits, j->x, j->k, j->rows, j->out + block * LANES, width, j->add);

@@ -1,8 +1,8 @@
 /* Operations on one row of activations. Included once per instruction set, with NAME defined. */
 
-/* One row of n values to 8 bits, in groups of 32; what is missing to k is 0. A group that holds what is not finite gets
- * the scale NaN, so that it is not lost. */
-static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, int64_t k) {
+/* One row of n values to 8 bits, in groups of 32, for weights of `bits`; what is missing to k is 0. A group that holds
+ * what is not finite gets the scale NaN, so that it is not lost. */
+INLINE void NAME(quantize_bits)(const float *x, int64_t n, acts to, int64_t row, int64_t k, const int bits) {
     int8_t *q = to.q + row * k;
     for (int64_t g = 0; g < k / GROUP; g++, x += GROUP, q += GROUP) {
         float values[GROUP];
@@ -12,6 +12,11 @@ static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, 
             if (n > g * GROUP) memcpy(values, x, sizeof(float) * (size_t)(n - g * GROUP));
             from = values;
         }
+        if (bits == 8) {
+            if (from != values) memcpy(values, from, sizeof values);
+            spread(values, GROUP, SPREAD);
+            from = values;
+        }
         v8 v[4];
         i8 top = {0}; /* the bits of a positive float are ordered as it is; NaN and infinity come last */
         for (int i = 0; i < 4; i++) {
@@ -19,11 +24,11 @@ static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, 
             i8 size = (i8)v[i] & 0x7fffffff, more = size > top;
             top = (size & more) | (top & ~more);
         }
-        const int32_t bits = highest8(top);
+        const int32_t largest = highest8(top);
         float high;
-        memcpy(&high, &bits, sizeof high);
-        const int broken = bits >= 0x7f800000;
-        const float by = bits > 0 && !broken ? 127 / high : 0;
+        memcpy(&high, &largest, sizeof high);
+        const int broken = largest >= 0x7f800000;
+        const float by = largest > 0 && !broken ? 127 / high : 0;
         i8 codes[4], total = {0};
         for (int i = 0; i < 4; i++) {
             codes[i] = broken ? (i8){0} : __builtin_convertvector(round_product(v[i], by), i8);
@@ -38,9 +43,18 @@ static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, 
         for (int i = 0; i < GROUP; i++) q[i] = (int8_t)codes[i / 8][i % 8];
 #endif
         const float scale = broken ? __builtin_nanf("") : high / 127;
-        to.scale[row * (k / GROUP) + g] = scale;
-        to.sum[row * (k / GROUP) + g] = scale * (float)added8(total);
+        /* Spread, the first of each block is its sum. */
+        const int32_t sum = bits == 8 ? codes[0][0] + codes[SPREAD / 8][0] : added8(total);
+        to.scale[row * (k / GROUP) + g] = bits == 8 ? scale / SPREAD : scale;
+        to.sum[row * (k / GROUP) + g] = scale * (float)sum;
     }
+}
+
+static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, int64_t k, int bits) {
+    if (bits == 8)
+        NAME(quantize_bits)(x, n, to, row, k, 8);
+    else
+        NAME(quantize_bits)(x, n, to, row, k, 4);
 }
 
 /* Llama's RMS norm: x / sqrt(mean(x^2) + eps) * weight. n is a multiple of 8. */

@@ -38,12 +38,12 @@ INLINE void NAME(tile)(const int R, const int bits, const uint8_t *w, acts x, in
         __m256i a[4], b[4];
         /* Few rows: reading weights is all there is to do, and the hardware stops at each page of 4 KiB. */
         if (R < 4)
-            for (int i = 0; i < (bits == 4 ? 320 : 544); i += 64) __builtin_prefetch(w + AHEAD_OF_FEW + i);
+            for (int i = 0; i < group_bytes(bits); i += 64) __builtin_prefetch(w + AHEAD_OF_FEW + i);
         ROWS a[r] = b[r] = _mm256_setzero_si256();
         if (bits == 4) {
 #pragma GCC unroll 4
             for (int p = 0; p < 4; p++) {
-                __m256i c = AT(w + 64 + p * 64), d = AT(w + 96 + p * 64);
+                __m256i c = AT(w + HEAD + p * 64), d = AT(w + HEAD + 32 + p * 64);
                 __m256i e = _mm256_and_si256(c, mask), f = _mm256_and_si256(d, mask);
                 ROWS {
                     __m256i four_of = four(q + r * k + p * 8);
@@ -65,7 +65,7 @@ INLINE void NAME(tile)(const int R, const int bits, const uint8_t *w, acts x, in
         } else {
 #pragma GCC unroll 8
             for (int p = 0; p < 8; p++) {
-                __m256i e = AT(w + 32 + p * 64), f = AT(w + 64 + p * 64);
+                __m256i e = AT(w + HEAD + p * 64), f = AT(w + HEAD + 32 + p * 64);
                 ROWS {
                     __m256i four_of = four(q + r * k + p * 4);
                     a[r] = NAME(dot8)(a[r], e, four_of);
@@ -75,21 +75,18 @@ INLINE void NAME(tile)(const int R, const int bits, const uint8_t *w, acts x, in
                 }
             }
         }
-        __m256 d0 = HALVES(w), d1 = HALVES(w + 16);
-        if (bits == 4) {
-            __m256 m0 = HALVES(w + 32), m1 = HALVES(w + 48);
-            ROWS {
-                __m256 s = _mm256_broadcast_ss(sum + r * groups + g);
-                low[r] = _mm256_fmadd_ps(m0, s, low[r]);
-                high[r] = _mm256_fmadd_ps(m1, s, high[r]);
-            }
+        __m256 d0 = HALVES(w), d1 = HALVES(w + 16), m0 = HALVES(w + 32), m1 = HALVES(w + 48);
+        ROWS {
+            __m256 s = _mm256_broadcast_ss(sum + r * groups + g);
+            low[r] = _mm256_fmadd_ps(m0, s, low[r]);
+            high[r] = _mm256_fmadd_ps(m1, s, high[r]);
         }
         ROWS {
             __m256 s = _mm256_broadcast_ss(scale + r * groups + g);
             low[r] = _mm256_fmadd_ps(NAME(wide)(a[r], bits), _mm256_mul_ps(d0, s), low[r]);
             high[r] = _mm256_fmadd_ps(NAME(wide)(b[r], bits), _mm256_mul_ps(d1, s), high[r]);
         }
-        w += bits == 4 ? 320 : 544;
+        w += group_bytes(bits);
     }
     ROWS {
         float *to = y + (row + r) * y_width;

@@ -96,13 +96,16 @@ class CompiledDecoder:
         def op(kind: str, layer: int = 0, **fields: Any) -> kernels.Op:
             return kernels.Op(kind=kernels.OPS[kind], layer=layer, **fields)
 
-        def norm(weight: torch.Tensor, k: int, *, sampled: bool = False) -> kernels.Op:
+        def norm(weight: torch.Tensor, then: Any, *, sampled: bool = False) -> kernels.Op:
             weight = weight.float().contiguous()
             held.append(weight)
             pointers = {"weight": weight.data_ptr(), "input": x.data_ptr()}
-            return op(
-                "norm", n=spec.hidden, k=k, eps=spec.norm_eps, in_width=x.shape[1], sampled=int(sampled), **pointers
-            )
+            sizes = {"n": spec.hidden, "in_width": x.shape[1], **before(then)}
+            return op("norm", eps=spec.norm_eps, sampled=int(sampled), **sizes, **pointers)
+
+        def before(then: Any) -> dict[str, int]:
+            """Of an operation that makes the 8-bit activations for a linear."""
+            return {"k": _k(then), "bits": _packed(then).bits}
 
         def linear(weight: Any, out: torch.Tensor, *, add: bool = False, sampled: bool = False) -> kernels.Op:
             packed = _packed(weight)
@@ -117,19 +120,19 @@ class CompiledDecoder:
         ops = [op("embed", bits=table.bits, n=spec.hidden, k=table.data.shape[1] * GROUP, **embed)]
         for i, w in enumerate(weights.layers):
             ops += [
-                norm(w.attn_norm, _k(w.qkv)),
+                norm(w.attn_norm, w.qkv),
                 linear(w.qkv, qkv),
                 op("rope", i, out=qkv.data_ptr(), out_width=qkv.shape[1]),
                 op("attend", i),
                 op("merge", i),
-                op("quantize", n=q_width, k=_k(w.out), input=attended.data_ptr(), in_width=q_width),
+                op("quantize", n=q_width, **before(w.out), input=attended.data_ptr(), in_width=q_width),
                 linear(w.out, x, add=True),
-                norm(w.ffn_norm, _k(w.gate_up)),
+                norm(w.ffn_norm, w.gate_up),
                 linear(w.gate_up, gate_up),
-                op("silu", n=spec.ffn, k=_k(w.down), input=gate_up.data_ptr(), in_width=gate_up.shape[1]),
+                op("silu", n=spec.ffn, **before(w.down), input=gate_up.data_ptr(), in_width=gate_up.shape[1]),
                 linear(w.down, x, add=True),
             ]
-        ops += [norm(weights.norm, _k(weights.head), sampled=True), linear(weights.head, logits, sampled=True)]
+        ops += [norm(weights.norm, weights.head, sampled=True), linear(weights.head, logits, sampled=True)]
         array = (kernels.Op * len(ops))(*ops)
         counters = np.zeros((2, len(ops)), dtype=np.int64)
         held += [array, counters]

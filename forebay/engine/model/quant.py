@@ -1,15 +1,19 @@
 """All of quantization: weights in 4 or 8 bits, activations in 8, and the form in which the kernels read them.
 
 Weights and activations share a scale in groups of 32 inputs. Groups of activations cost one multiply-add per group
-and lose 0.3 % of perplexity where one scale per row loses 5 % (docs/decisions/0005); groups of weights are those of
-GGUF's Q4_0, Q4_1 and Q8_0, which are taken as they are.
+and lose 0.3 % of perplexity where one scale per row loses 5 % (docs/decisions/0005); groups of 4-bit weights are those
+of GGUF's Q4_0 and Q4_1, which are taken as they are.
+
+For weights in 8 bits both sides are spread (kernels/hadamard.py) in blocks of 16 before they are rounded. So the few
+large activations no longer take the bits of all that share their scale, and what is left of the loss is a sixth. The
+codes of Q4_0 and Q4_1 are still exact: 16 of them minus 8, spread, are integers of 8 bits (docs/decisions/0007).
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,72 +21,81 @@ import torch
 import torch.nn.functional as F
 
 from .. import kernels
+from ..kernels.hadamard import spread
 
-#: Values that share a scale; channels of one block; bytes of one group of one block.
+#: Values that share a scale; values that are spread together; channels of one block; bytes of scales in a group of it.
 GROUP = 32
+SPREAD = 16
 LANES = 16
-_BYTES = {4: 320, 8: 544}
+_HEAD = 64
 
 Bits = Literal[4, 8]
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A quantized weight [n, k], k a multiple of 32: ``codes`` 0..15 (4 bits) or -127..127 (8 bits), with float16
-    ``scale`` and, in 4 bits, ``least`` [n, k / 32]: weight = scale * code + least."""
+    """A quantized weight [n, k], k a multiple of 32: ``codes`` 0..15 (4 bits) or -128..127 (8 bits), with float16
+    ``scale`` and ``offset`` [n, k / 32]. In 4 bits weight = scale * code + offset, in 8 bits
+    scale * spread(code) / 16 + offset."""
 
     codes: npt.NDArray[np.int8]
     scale: npt.NDArray[np.float16]
-    least: npt.NDArray[np.float16] | None
-
-    @property
-    def bits(self) -> Bits:
-        return 8 if self.least is None else 4
+    offset: npt.NDArray[np.float16]
+    bits: Bits
 
     def rows(self, order: npt.NDArray[np.int64]) -> Codes:
         """The same rows in another order."""
-        return Codes(self.codes[order], self.scale[order], None if self.least is None else self.least[order])
+        return Codes(self.codes[order], self.scale[order], self.offset[order], self.bits)
+
+    def widened(self) -> Codes:
+        """4 bits in 8, exactly but for the rounding of the offset to float16."""
+        if self.bits == 8:
+            return self
+        blocks = (self.codes - 8).reshape(len(self.codes), -1, SPREAD)
+        spread_out = spread(torch.from_numpy(blocks), SPREAD).to(torch.int8).numpy()
+        offset = self.offset.astype(np.float32) + 8 * self.scale.astype(np.float32)
+        return Codes(spread_out.reshape(self.codes.shape), self.scale, offset.astype(np.float16), 8)
 
 
 def quantize(weight: npt.NDArray[np.float32], bits: Bits) -> Codes:
-    """``weight`` [n, k], rounded to nearest. 8 bits: scale = largest / 127. 4 bits: scale and least span the group."""
+    """``weight`` [n, k], rounded to nearest. 8 bits: spread, scale = largest / 127. 4 bits: scale and offset span the
+    group."""
     n, k = weight.shape
     groups = np.pad(weight, ((0, 0), (0, -k % GROUP))).reshape(n, -1, GROUP)
     if bits == 8:
+        groups = spread(torch.from_numpy(groups), SPREAD).numpy()
         scale = (np.abs(groups).max(-1) / 127).astype(np.float16)
-        least = None
+        offset = np.zeros_like(scale)
     else:
         low, high = groups.min(-1), groups.max(-1)
-        scale, least = ((high - low) / 15).astype(np.float16), low.astype(np.float16)
-        groups = groups - least[..., None].astype(np.float32)
+        scale, offset = ((high - low) / 15).astype(np.float16), low.astype(np.float16)
+        groups = groups - offset[..., None].astype(np.float32)
     by = np.divide(1, scale, out=np.zeros(scale.shape, np.float32), where=scale > 0, dtype=np.float32)
     codes = np.rint(groups * by[..., None]).clip(-127 if bits == 8 else 0, 127 if bits == 8 else 15)
-    return Codes(codes.astype(np.int8).reshape(n, -1), scale, least)
+    return Codes(codes.astype(np.int8).reshape(n, -1), scale, offset, bits)
 
 
 def from_gguf(blocks: npt.NDArray[np.uint8], kind: str) -> Codes | None:
     """The codes of a GGUF tensor as they are in the file, or None where ``kind`` has other groups than ours.
     ``blocks`` [n, bytes]."""
-    size = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}.get(kind)
+    size = {"Q4_0": 18, "Q4_1": 20}.get(kind)
     if size is None:
         return None
     parts = blocks.reshape(len(blocks), -1, size)
     scale = parts[..., :2].copy().view(np.float16)[..., 0]
-    if kind == "Q8_0":
-        return Codes(parts[..., 2:].view(np.int8).reshape(len(blocks), -1), scale, None)
-    least = parts[..., 2:4].copy().view(np.float16)[..., 0] if kind == "Q4_1" else scale * np.float16(-8)
+    offset = parts[..., 2:4].copy().view(np.float16)[..., 0] if kind == "Q4_1" else scale * np.float16(-8)
     packed = parts[..., size - 16 :]
     codes = np.concatenate([packed & 15, packed >> 4], axis=-1)  # a byte holds values i and i + 16
-    return Codes(codes.view(np.int8).reshape(len(blocks), -1), scale, least)
+    return Codes(codes.view(np.int8).reshape(len(blocks), -1), scale, offset, 4)
 
 
 def join(parts: list[Codes]) -> Codes:
     """Rows below each other. All of the same bits."""
-    least = [part.least for part in parts if part.least is not None]
     return Codes(
         np.concatenate([part.codes for part in parts]),
         np.concatenate([part.scale for part in parts]),
-        np.concatenate(least) if least else None,
+        np.concatenate([part.offset for part in parts]),
+        parts[0].bits,
     )
 
 
@@ -107,12 +120,11 @@ class Packed:
 
         # [blocks, 2, 8 channels, groups, 8 quads, 4 inputs] -> [blocks, groups, quads, 2, 8 channels, 4 inputs]
         quads = np.pad(codes.codes, extra).reshape(blocks, 2, 8, groups, 8, 4).transpose(0, 3, 4, 1, 2, 5)
-        if codes.least is None:
-            parts = [halves(codes.scale), quads.reshape(blocks, groups, -1).view(np.uint8)]
-        else:
-            pairs = quads.view(np.uint8).reshape(blocks, groups, 4, 2, 64)
-            nibbles = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).reshape(blocks, groups, -1).view(np.uint8)
-            parts = [halves(codes.scale), halves(codes.least), nibbles]
+        values: npt.NDArray[Any] = quads.view(np.uint8)
+        if codes.bits == 4:
+            pairs = values.reshape(blocks, groups, 4, 2, 64)
+            values = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
+        parts = [halves(codes.scale), halves(codes.offset), values.reshape(blocks, groups, -1)]
         return cls(torch.from_numpy(np.concatenate(parts, axis=-1)), codes.bits, n, k)
 
     @property
@@ -134,32 +146,34 @@ class Packed:
     def _unpack(self, data: torch.Tensor) -> torch.Tensor:
         """Blocks -> float32 [blocks * 16, padded k]."""
         blocks, groups = data.shape[:2]
-        head = 64 if self.bits == 4 else 32
-        scales = data[..., :head].contiguous().view(torch.float16).float()  # [blocks, groups, 16 or 32]
-        codes = data[..., head:]
+        scales = data[..., :_HEAD].contiguous().view(torch.float16).float()  # [blocks, groups, 32]
+        codes = data[..., _HEAD:]
         if self.bits == 4:
             codes = codes.reshape(blocks, groups, 4, 1, 64)
             codes = torch.cat([codes & 15, codes >> 4], dim=-2).float()
         else:
             codes = codes.contiguous().view(torch.int8).float()
         values = codes.reshape(blocks, groups, 8, LANES, 4).permute(0, 3, 1, 2, 4).flatten(3)  # [.., 16, groups, 32]
+        if self.bits == 8:
+            values = spread(values, SPREAD) / SPREAD
         lanes = scales.transpose(1, 2)[..., None]
-        values = values * lanes[:, :LANES]
-        if self.bits == 4:
-            values = values + lanes[:, LANES:]
-        return values.reshape(blocks * LANES, -1)
+        return (values * lanes[:, :LANES] + lanes[:, LANES:]).reshape(blocks * LANES, -1)
 
 
-def fake_quantize(x: torch.Tensor) -> torch.Tensor:
-    """Activations [rows, k] as 8 bits hold them, in float32: per group of 32 the largest is 127; to nearest, ties to
-    even. A group with a value that is not finite becomes NaN."""
+def fake_quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Activations [rows, k] for weights of ``bits``, as 8 bits hold them, in float32: per group of 32, spread if the
+    weights are, the largest is 127; to nearest, ties to even. A group with a value that is not finite becomes NaN."""
     x = x.float()
     groups = F.pad(x, (0, -x.shape[-1] % GROUP)).view(len(x), -1, GROUP)
+    if bits == 8:
+        groups = spread(groups, SPREAD)
     top = groups.abs().amax(-1, keepdim=True)
     by = torch.full_like(top, 127) / top  # (127 / top would be 127 * (1 / top), rounded twice)
     codes = (groups * torch.where(top > 0, by, 0)).round()
-    result: torch.Tensor = (codes * (top / 127)).flatten(1)[:, : x.shape[-1]]
-    return result
+    values = codes * (top / 127)
+    if bits == 8:
+        values = spread(values, SPREAD) / SPREAD
+    return values.flatten(1)[:, : x.shape[-1]]
 
 
 class QuantLinear:
@@ -172,7 +186,7 @@ class QuantLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out] in the dtype given."""
-        return F.linear(fake_quantize(x).to(self._dtype), self.packed.dequantize().to(self._dtype))
+        return F.linear(fake_quantize(x, self.packed.bits).to(self._dtype), self.packed.dequantize().to(self._dtype))
 
 
 def linear(packed: Packed, x: torch.Tensor) -> torch.Tensor:

@@ -157,8 +157,8 @@ def _assemble(
 
 
 def _quantized(source: _Checked, spec: ModelSpec, mode: Mode) -> tuple[dict[str, Packed], dict[str, torch.Tensor]]:
-    """All linear layers packed, and the norms. What the file holds in 4 or 8 bits stays as it is; the embedding and
-    the LM head never get less than 8 bits where the file does not have them so."""
+    """All linear layers packed, and the norms. What the file holds in 4 bits stays as it is, in mode int8 inside of 8;
+    the embedding and the LM head never get less than 8 bits where the file does not have them so."""
     names = [f"{i}.{name}" for i in range(spec.n_layers) for name in _LINEARS]
     packed = {name: _pack(source, source.parts(name), 4 if mode == "int4" else 8, mode) for name in names}
     packed["head"] = _pack(source, source.parts("head"), 8, mode)
@@ -168,14 +168,10 @@ def _quantized(source: _Checked, spec: ModelSpec, mode: Mode) -> tuple[dict[str,
 
 
 def _pack(source: _Checked, names: list[str], bits: Literal[4, 8], mode: Mode) -> Packed:
-    parts = [source.codes(name) for name in names]
-    if mode == "int8":  # 4 bits of the file would be no loss, but not what was asked for
-        parts = [part if part and part.bits == 8 else None for part in parts]
-    kept = [part for part in parts if part]
-    if len(kept) < len(parts) or len({part.bits for part in kept}) > 1:
-        widest: Literal[4, 8] = 8 if any(part.bits == 8 for part in kept) else bits
-        kept = [quantize(source.get(name).float().numpy(), widest) for name in names]
-    return Packed.of(join(kept), source.shapes[names[0]][1])
+    parts = [source.codes(name) or quantize(source.get(name).float().numpy(), bits) for name in names]
+    if mode == "int8" or len({part.bits for part in parts}) > 1:
+        parts = [part.widened() for part in parts]
+    return Packed.of(join(parts), source.shapes[names[0]][1])
 
 
 class _Checked:

@@ -242,7 +242,7 @@ def test_no_combination_loses_the_model(tiny: tuple[ModelFiles, Judge], mode: st
     fast, slow = (logits_of(built_as(files, mode, kv, use), ids, [40], 0, 0) for use in ("auto", "off"))
     limits = {"none": 0.08 if kv == "int8" else 1e-5, "int8": 0.16, "int4": 0.85}
     assert off_by(fast, judge.logits(ids)) < limits[mode]
-    assert off_by(fast, slow) < (1e-5 if (mode, kv) == ("none", "model") else 0.02)
+    assert off_by(fast, slow) < (1e-5 if (mode, kv) == ("none", "model") else 0.04)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])

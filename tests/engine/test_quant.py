@@ -107,6 +107,7 @@ def test_codes_of_a_gguf_are_those_of_the_file(kind: str) -> None:
     theirs = quants.dequantize(blocks, GGMLQuantizationType[kind])
     np.testing.assert_allclose(Packed.of(codes, 96).dequantize().numpy(), theirs, atol=1e-6)
     assert from_gguf(blocks, "Q8_0") is None
+    assert from_gguf(blocks, "Q4_K") is None
 
 
 def test_rows_in_another_order_and_below_each_other() -> None:

@@ -19,7 +19,7 @@ class KVShape:
 
     A page is one contiguous span. K stands transposed because scores of 16 tokens at once are then one multiply-add
     per dim, with no sum across a register. In ``dtype`` int8 each head's values are followed by 16 float32 scales,
-    one per token, and K is spread (``spread_heads``).
+    one per token, and K is spread (``spread_keys``).
     """
 
     n_layers: int
@@ -65,13 +65,20 @@ def scale_view(pool: torch.Tensor) -> torch.Tensor:
     return pool[..., -4 * PAGE_SIZE :].view(torch.float32)
 
 
-def spread_heads(x: torch.Tensor) -> torch.Tensor:
-    """What queries and keys [..., dim] become for an int8 pool: ``spread`` in the largest blocks that divide dim. A few
-    dims of K are much larger than the rest and would leave it few of the 8 bits."""
-    return spread(x, spread_block(x.shape[-1]))
+def spread_keys(kv: torch.Tensor) -> torch.Tensor:
+    """K and V [..., 2 * kv heads, dim], K heads first, as an int8 pool takes them: float32, K spread in the largest
+    blocks that divide dim. A few dims of K are much larger than the rest and would leave it few of the 8 bits."""
+    k, v = kv.chunk(2, -2)
+    return torch.cat([spread(k, _block(k)), v.float()], dim=-2)
 
 
-def spread_block(dim: int) -> int:
+def spread_queries(q: torch.Tensor) -> torch.Tensor:
+    """Queries [..., dim] that meet such keys, in float32."""
+    return spread(q, _block(q)) / _block(q)
+
+
+def _block(x: torch.Tensor) -> int:
+    dim = x.shape[-1]
     return dim & -dim
 
 

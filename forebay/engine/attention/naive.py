@@ -6,7 +6,7 @@ import torch
 
 from ..batch import Batch
 from ..kv.pages import PAGE_SIZE
-from .base import KVShape, k_view, scale_view, spread_block, spread_heads, to_int8, v_view
+from .base import KVShape, k_view, scale_view, spread_keys, spread_queries, to_int8, v_view
 
 
 class NaiveAttention:
@@ -24,13 +24,13 @@ class NaiveAttention:
             page, offset = int(batch.page[row]), int(batch.offset[row])
             values = kv[row]
             if self._scales is not None:
-                values, scales = to_int8(torch.cat([spread_heads(values[:heads]), values[heads:].float()]))
+                values, scales = to_int8(spread_keys(values))
                 self._scales[page, layer, :, :, offset] = scales.view(2, heads)
             self._k[page, layer, :, :, offset] = values[:heads]
             self._v[page, layer, :, offset] = values[heads:]
         out = torch.empty_like(q)
         if self._scales is not None:
-            q = spread_heads(q) / spread_block(self._shape.head_dim)
+            q = spread_queries(q)
         group = q.shape[1] // heads
         for b in range(len(batch.kv_len)):
             length = int(batch.kv_len[b])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..batch import Batch, Ints
 from ..kv.pages import PAGE_SIZE
-from .base import KVShape, k_view, scale_view, spread_block, spread_heads, to_int8, v_view
+from .base import KVShape, k_view, scale_view, spread_keys, spread_queries, to_int8, v_view
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ class PagedAttention:
         heads, dim = self._shape.n_kv_heads, self._shape.head_dim
         jump = layer * 2 * heads
         if self._scales is not None:
-            q = (spread_heads(q) / spread_block(dim)).to(q.dtype)
-            kv, scales = to_int8(torch.cat([spread_heads(kv[:, :heads]), kv[:, heads:].float()], dim=1))
+            q = spread_queries(q).to(q.dtype)
+            kv, scales = to_int8(spread_keys(kv))
             self._scales[self._page, layer, :, :, self._offset] = scales.view(-1, 2, heads)
         self._k[self._page, layer, :, :, self._offset] = kv[:, :heads]
         self._v[self._page, layer, :, self._offset] = kv[:, heads:]

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from forebay.engine import kernels
 from forebay.engine.batch import Sampling
@@ -46,6 +46,9 @@ def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float) ->
     return order, weights / weights.sum()
 
 
+#: Top-p is a share of what top-k leaves, also where far fewer tokens than top-k have nearly all of it.
+PEAKED = [(2.0, 50, 0.9)] * 6
+
 rows = st.lists(
     st.tuples(
         st.sampled_from([0.0, 0.3, 1.0, 2.0]),
@@ -60,6 +63,7 @@ rows = st.lists(
 @both
 @settings(max_examples=200, deadline=None)
 @given(rows=rows, seed=st.integers(0, 1000), flat=st.booleans())
+@example(rows=PEAKED, seed=0, flat=False)
 def test_each_row_draws_what_the_definition_allows(
     compiled: bool, rows: list[tuple[float, int, float]], seed: int, flat: bool
 ) -> None:
@@ -73,10 +77,10 @@ def test_each_row_draws_what_the_definition_allows(
         ids, weights = allowed(logits[i].numpy(), temperature, top_k, top_p)
         if top_k or top_p < 1:
             # By falling probability the draw is one inversion of the uniform number. The kernel's weights are float32:
-            # of tokens that are nearly equally likely it may take the neighbour.
+            # of tokens that are as likely as makes no difference there it may take the other one.
             at = min(int(np.searchsorted(np.cumsum(weights), uniform(i, seed), "right")), len(ids) - 1)
-            slack = 1 if compiled else 0
-            assert tokens[i] in ids[max(0, at - slack) : at + slack + 1]
+            close = 1e-5 * weights[at] if compiled else 0
+            assert tokens[i] in ids[np.abs(weights - weights[at]) <= close]
         else:
             assert tokens[i] in ids
 

@@ -79,7 +79,8 @@ INLINE int64_t keep(const float *w, int64_t n, double sum, int64_t top_k, double
         count = 0;
         for (int64_t i = 0; i < n; i++)
             if (w[i] > bound) ids[count++] = (int32_t)i, in += (double)w[i];
-        if (count >= k || in > top_p * sum || bound < 0) break;
+        /* Top-p is a share of what top-k leaves: with a top-k all of that must be known. */
+        if (count >= k || (k == n && in > top_p * sum) || bound < 0) break;
     }
     sort(w, ids, count);
     count = count < k ? count : k;

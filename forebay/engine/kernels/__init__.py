@@ -81,7 +81,7 @@ class WriteJob(ctypes.Structure):
 class Acts(ctypes.Structure):
     """acts of common.h: activations in 8 bits."""
 
-    _fields_ = (("q", c_void_p), ("scale", c_void_p), ("sum", c_void_p))
+    _fields_ = (("q", c_void_p), ("scale", c_void_p), ("sum", c_void_p), ("zero", c_void_p))
 
 
 class Op(ctypes.Structure):

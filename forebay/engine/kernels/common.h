@@ -23,9 +23,10 @@ typedef uint32_t u8 __attribute__((vector_size(32)));
 typedef uint16_t h8 __attribute__((vector_size(16)));
 typedef int8_t b8 __attribute__((vector_size(8)));
 
-/* PAGE: tokens of a KV page. GROUP: values that share a scale, in weights and activations; for weights in 8 bits they
- * are spread in blocks of SPREAD. LANES: channels of a block of packed weights. */
-enum { PAGE = 16, GROUP = 32, SPREAD = 16, LANES = 16, MAX_DIM = 256 };
+/* PAGE: tokens of a KV page. GROUP: values that share a scale, in weights and activations; for weights in 7 and 8 bits
+ * they are spread in blocks of SPREAD. ZERO: the code in 7 bits that means 0. LANES: channels of a block of packed
+ * weights. */
+enum { PAGE = 16, GROUP = 32, SPREAD = 8, ZERO = 64, LANES = 16, MAX_DIM = 256 };
 /* Types of K and V in the pool, and of what goes in and out. INT8 has one float scale per token and head. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
@@ -60,16 +61,18 @@ INLINE float sum8(v8 v) { /* in a fixed order */
 #define SHUFFLE(v, ...) __builtin_shuffle(v, (i8){__VA_ARGS__})
 #endif
 
-/* Hadamard transform of n values in place, in blocks of `block` (a power of two from 8 on), not scaled: it spreads the
- * few large ones over all that share a scale with them. Order and rounding as hadamard.py. */
-INLINE void spread(float *x, int n, int block) {
+/* Hadamard transform of 8 values, not scaled: it spreads the few large ones over all that share a scale with them.
+ * Order and rounding as hadamard.py. */
+INLINE v8 spread8(v8 v) {
     const v8 one = {1, -1, 1, -1, 1, -1, 1, -1}, two = {1, 1, -1, -1, 1, 1, -1, -1}, four = {1, 1, 1, 1, -1, -1, -1, -1};
-    for (int i = 0; i < n; i += 8) {
-        v8 v = load(x + i);
-        v = SHUFFLE(v, 1, 0, 3, 2, 5, 4, 7, 6) + v * one;
-        v = SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5) + v * two;
-        store(x + i, SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3) + v * four);
-    }
+    v = SHUFFLE(v, 1, 0, 3, 2, 5, 4, 7, 6) + v * one;
+    v = SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5) + v * two;
+    return SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3) + v * four;
+}
+
+/* Of n values in place, in blocks of `block`, a power of two from 8 on. */
+INLINE void spread(float *x, int n, int block) {
+    for (int i = 0; i < n; i += 8) store(x + i, spread8(load(x + i)));
     for (int half = 8; half < block; half *= 2)
         for (int i = 0; i < n; i += 2 * half)
             for (int k = i; k < i + half; k += 8) {
@@ -197,11 +200,12 @@ typedef struct {
 } write_job;
 
 /* Rows of activations in 8 bits: groups of 32 values share `scale`; `sum` is the sum of the group's values before they
- * were spread. */
+ * were spread, `zero` what weights of nothing but ZERO would add to a sum of products. */
 typedef struct {
-    int8_t *q;    /* [rows, k] */
-    float *scale; /* [rows, k / 32] */
-    float *sum;   /* [rows, k / 32] */
+    int8_t *q;     /* [rows, k] */
+    float *scale;  /* [rows, k / 32] */
+    float *sum;    /* [rows, k / 32] */
+    int32_t *zero; /* [rows, k / 32], for weights in 7 bits */
 } acts;
 
 void forebay_attend_unit(const attend_job *j, int32_t layer, int64_t unit);

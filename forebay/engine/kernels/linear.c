@@ -1,21 +1,22 @@
-/* Linear layers on 8-bit activations: y = x W^T, weights in 4 or 8 bits.
+/* Linear layers on 8-bit activations: y = x W^T, weights in 4, 7 or 8 bits.
  *
  * A block of packed weights is 16 channels; inside it every 32 inputs are a group: 16 float16 scales d, 16 float16 m, then
  *   4 bits: 4 pairs of quads [2][8 channels][4 inputs], the first quad of a pair in the low half of the byte, the second
  *           in the high half;                    w = d * code + m
  *   8 bits: 8 quads [2][8 channels][4 inputs];   w = d * spread(code) / SPREAD + m: both factors are spread
+ *   7 bits: as 8, codes 0..127;                  w = d * spread(code - ZERO) / SPREAD + m
  * Products are summed as integers inside a group (exact), groups are added as floats in their order. So the result of a
  * row does not depend on how many rows are computed with it, nor by which thread.
  *
- * On AVX2, 4-bit codes (0..15) times 8-bit activations leave room to add eight pairs in 16 bits before they are widened;
- * for 8-bit codes the sign moves to the activation, because the instruction wants one factor unsigned. VNNI does both in
- * one instruction.
+ * The multiplication wants one factor unsigned. On AVX2, 4-bit codes (0..15) times 8-bit activations leave room to add
+ * eight pairs in 16 bits before they are widened, 7-bit codes room for one pair; the sign of an 8-bit code moves to the
+ * activation first. VNNI has 32-bit sums.
  */
 #include "common.h"
 
 /* Of one group: scales and m, then codes. */
 enum { HEAD = 64 };
-INLINE int64_t group_bytes(int bits) { return HEAD + GROUP * LANES * bits / 8; }
+INLINE int64_t group_bytes(int bits) { return HEAD + GROUP * LANES / (bits == 4 ? 2 : 1); }
 
 int64_t forebay_block_bytes(int bits, int64_t k) { return k / GROUP * group_bytes(bits); }
 
@@ -24,6 +25,7 @@ int64_t forebay_block_bytes(int bits, int64_t k) { return k / GROUP * group_byte
 INLINE int code_of(const uint8_t *w, int bits, int lane, int i) {
     const int quad = i / 4, at = lane / 8 * 32 + lane % 8 * 4 + i % 4;
     if (bits == 8) return (int8_t)w[HEAD + quad * 64 + at];
+    if (bits == 7) return w[HEAD + quad * 64 + at] - ZERO;
     return w[HEAD + quad / 2 * 64 + at] >> (quad % 2 * 4) & 15;
 }
 
@@ -40,8 +42,8 @@ void forebay_unpack_row(const uint8_t *w, int bits, int64_t k, int64_t lane, flo
         half_row(w, (int)lane, &d);
         half_row(w + 32, (int)lane, &m);
         for (int i = 0; i < GROUP; i++) y[i] = (float)code_of(w, bits, (int)lane, i);
-        if (bits == 8) spread(y, GROUP, SPREAD);
-        const float by = bits == 8 ? d / SPREAD : d;
+        if (bits != 4) spread(y, GROUP, SPREAD);
+        const float by = bits != 4 ? d / SPREAD : d;
         for (int i = 0; i < GROUP; i++) y[i] = by * y[i] + m;
     }
 }
@@ -114,17 +116,23 @@ static int agrees(int level) {
     enum { ROWS_HERE = 7, K = 2 * GROUP };
     uint8_t w[2 * 576];
     int8_t q[ROWS_HERE * K];
+    int32_t zero[ROWS_HERE * 2];
     float scale[ROWS_HERE * 2], sum[ROWS_HERE * 2], ours[ROWS_HERE * LANES], theirs[ROWS_HERE * LANES];
     uint32_t seed = 1;
-    for (int bits = 4; bits <= 8; bits += 4) {
+    for (int bits = 4; bits <= 8; bits += bits == 4 ? 3 : 1) {
         const int size = (int)group_bytes(bits);
         for (int i = 0; i < 2 * size; i++) w[i] = (uint8_t)((seed = seed * 1664525u + 1013904223u) >> 24);
         for (int i = 0; i < 2 * size; i++)
-            if (i % size < HEAD && i % 2) w[i] = 0x2c | (w[i] & 0x83); /* float16 near 1/16 */
+            if (i % size < HEAD && i % 2)
+                w[i] = 0x2c | (w[i] & 0x83); /* float16 near 1/16 */
+            else if (bits == 7 && i % size >= HEAD)
+                w[i] &= 127;
         for (int i = 0; i < ROWS_HERE * K; i++)
             q[i] = (int8_t)((int32_t)((seed = seed * 1664525u + 1013904223u) >> 8) % 255 - 127);
         for (int i = 0; i < ROWS_HERE * 2; i++) scale[i] = 0.01f * (float)(i + 1), sum[i] = 0.3f * (float)(i - 5);
-        acts x = {q, scale, sum};
+        for (int i = 0; i < ROWS_HERE * 2; i++) zero[i] = 0;
+        for (int i = 0; i < ROWS_HERE * K; i++) zero[i / GROUP] += ZERO * q[i];
+        acts x = {q, scale, sum, zero};
         block_of_level(level)(w, bits, x, K, ROWS_HERE, ours, LANES, 0);
         portable_block(w, bits, x, K, ROWS_HERE, theirs, LANES, 0);
         for (int i = 0; i < ROWS_HERE * LANES; i++)

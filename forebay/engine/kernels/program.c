@@ -98,7 +98,8 @@ static void linear_unit(const program *p, const op *o, int64_t unit) {
     const int64_t rows = o->sampled ? p->n_samples : p->rows, span = span_of(rows);
     const int64_t tiles = parts_of(rows, LINEAR_ROWS), first = unit % tiles * LINEAR_ROWS;
     const int64_t count = least(LINEAR_ROWS, rows - first), size = forebay_block_bytes(o->bits, o->k);
-    acts x = {p->x.q + first * o->k, p->x.scale + first * (o->k / GROUP), p->x.sum + first * (o->k / GROUP)};
+    const int64_t group = first * (o->k / GROUP);
+    acts x = {p->x.q + first * o->k, p->x.scale + group, p->x.sum + group, p->x.zero + group};
     const int64_t from = unit / tiles * span, to = least(from + span, parts_of(o->n, LANES));
     for (int64_t block = from; block < to; block++)
         forebay_linear_block((const uint8_t *)o->weight + block * size, o->bits, x, o->k, count,

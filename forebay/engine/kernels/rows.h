@@ -12,15 +12,10 @@ INLINE void NAME(quantize_bits)(const float *x, int64_t n, acts to, int64_t row,
             if (n > g * GROUP) memcpy(values, x, sizeof(float) * (size_t)(n - g * GROUP));
             from = values;
         }
-        if (bits == 8) {
-            if (from != values) memcpy(values, from, sizeof values);
-            spread(values, GROUP, SPREAD);
-            from = values;
-        }
         v8 v[4];
         i8 top = {0}; /* the bits of a positive float are ordered as it is; NaN and infinity come last */
         for (int i = 0; i < 4; i++) {
-            v[i] = load(from + 8 * i);
+            v[i] = bits == 4 ? load(from + 8 * i) : spread8(load(from + 8 * i));
             i8 size = (i8)v[i] & 0x7fffffff, more = size > top;
             top = (size & more) | (top & ~more);
         }
@@ -44,17 +39,20 @@ INLINE void NAME(quantize_bits)(const float *x, int64_t n, acts to, int64_t row,
 #endif
         const float scale = broken ? __builtin_nanf("") : high / 127;
         /* Spread, the first of each block is its sum. */
-        const int32_t sum = bits == 8 ? codes[0][0] + codes[SPREAD / 8][0] : added8(total);
-        to.scale[row * (k / GROUP) + g] = bits == 8 ? scale / SPREAD : scale;
+        const int32_t sum = bits == 4 ? added8(total) : codes[0][0] + codes[1][0] + codes[2][0] + codes[3][0];
+        to.scale[row * (k / GROUP) + g] = bits == 4 ? scale : scale / SPREAD;
         to.sum[row * (k / GROUP) + g] = scale * (float)sum;
+        if (bits == 7) to.zero[row * (k / GROUP) + g] = ZERO * added8(total);
     }
 }
 
 static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, int64_t k, int bits) {
-    if (bits == 8)
-        NAME(quantize_bits)(x, n, to, row, k, 8);
-    else
+    if (bits == 4)
         NAME(quantize_bits)(x, n, to, row, k, 4);
+    else if (bits == 7)
+        NAME(quantize_bits)(x, n, to, row, k, 7);
+    else
+        NAME(quantize_bits)(x, n, to, row, k, 8);
 }
 
 /* Llama's RMS norm: x / sqrt(mean(x^2) + eps) * weight. n is a multiple of 8. */

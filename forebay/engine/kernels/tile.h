@@ -13,6 +13,14 @@ INLINE __m256i NAME(dot8)(__m256i sum, __m256i codes, __m256i x) { /* sums of fo
 #endif
 }
 
+INLINE __m256i NAME(dot7)(__m256i sum, __m256i codes, __m256i x) { /* 2 * 127 * 127 fits in 16 bits */
+#if VNNI
+    return _mm256_dpbusd_epi32(sum, codes, x);
+#else
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+#endif
+}
+
 INLINE __m256i NAME(dot4)(__m256i sum, __m256i codes, __m256i x) { /* in 16 bits on AVX2: 8 * 2 * 15 * 127 fits */
 #if VNNI
     return _mm256_dpbusd_epi32(sum, codes, x);
@@ -39,7 +47,7 @@ INLINE void NAME(tile)(const int R, const int bits, const uint8_t *w, acts x, in
         /* Few rows: reading weights is all there is to do, and the hardware stops at each page of 4 KiB. */
         if (R < 4)
             for (int i = 0; i < group_bytes(bits); i += 64) __builtin_prefetch(w + AHEAD_OF_FEW + i);
-        ROWS a[r] = b[r] = _mm256_setzero_si256();
+        ROWS a[r] = b[r] = bits == 7 ? _mm256_set1_epi32(-x.zero[(row + r) * groups + g]) : _mm256_setzero_si256();
         if (bits == 4) {
 #pragma GCC unroll 4
             for (int p = 0; p < 4; p++) {
@@ -68,8 +76,8 @@ INLINE void NAME(tile)(const int R, const int bits, const uint8_t *w, acts x, in
                 __m256i e = AT(w + HEAD + p * 64), f = AT(w + HEAD + 32 + p * 64);
                 ROWS {
                     __m256i four_of = four(q + r * k + p * 4);
-                    a[r] = NAME(dot8)(a[r], e, four_of);
-                    b[r] = NAME(dot8)(b[r], f, four_of);
+                    a[r] = bits == 7 ? NAME(dot7)(a[r], e, four_of) : NAME(dot8)(a[r], e, four_of);
+                    b[r] = bits == 7 ? NAME(dot7)(b[r], f, four_of) : NAME(dot8)(b[r], f, four_of);
                     PIN(a[r]);
                     PIN(b[r]);
                 }
@@ -112,6 +120,10 @@ TILE(1, 4)
 TILE(2, 4)
 TILE(3, 4)
 TILE(4, 4)
+TILE(1, 7)
+TILE(2, 7)
+TILE(3, 7)
+TILE(4, 7)
 TILE(1, 8)
 TILE(2, 8)
 TILE(3, 8)
@@ -121,8 +133,9 @@ TILE(4, 8)
 static void NAME(block)(const uint8_t *w, int bits, acts x, int64_t k, int64_t rows, float *y, int64_t y_width, int add) {
     typedef void (*tile_fn)(const uint8_t *, acts, int64_t, int64_t, float *, int64_t, int);
     static const tile_fn four_bits[] = {NAME(tile_1_4), NAME(tile_2_4), NAME(tile_3_4), NAME(tile_4_4)};
+    static const tile_fn seven_bits[] = {NAME(tile_1_7), NAME(tile_2_7), NAME(tile_3_7), NAME(tile_4_7)};
     static const tile_fn eight_bits[] = {NAME(tile_1_8), NAME(tile_2_8), NAME(tile_3_8), NAME(tile_4_8)};
-    const tile_fn *tiles = bits == 4 ? four_bits : eight_bits;
+    const tile_fn *tiles = bits == 4 ? four_bits : bits == 7 ? seven_bits : eight_bits;
     /* The next block comes while this one is used: a part of it with each tile. */
     const int64_t size = forebay_block_bytes(bits, k), part = size / ((rows + 3) / 4);
     const uint8_t *next = w + size;

@@ -1,6 +1,6 @@
 """The same decoder as one program of compiled operations: a whole step is one call, with no Python in between.
 
-For weights in 4 or 8 bits on CPU. Activations are float32 between the operations and 8 bits inside the linear layers;
+For quantized weights on CPU. Activations are float32 between the operations and 8 bits inside the linear layers;
 the workspace is made once. Every row is computed by itself, in one fixed order, so its logits are the same bits alone,
 in a crowd, in chunks or from the prefix cache (law 9).
 """
@@ -91,7 +91,8 @@ class CompiledDecoder:
         count = max(rows, samples)
         codes = torch.zeros(count * most, dtype=torch.int8)
         scale, total = torch.zeros(count * most // GROUP), torch.zeros(count * most // GROUP)
-        held: list[Any] = [x, gate_up, codes, scale, total]
+        zero = torch.zeros(count * most // GROUP, dtype=torch.int32)
+        held: list[Any] = [x, gate_up, codes, scale, total, zero]
 
         def op(kind: str, layer: int = 0, **fields: Any) -> kernels.Op:
             return kernels.Op(kind=kernels.OPS[kind], layer=layer, **fields)
@@ -142,7 +143,7 @@ class CompiledDecoder:
             done=counters[1].ctypes.data,
             attend=ctypes.pointer(self._attention.attend_job),
             write=ctypes.pointer(self._attention.write_job),
-            x=kernels.Acts(codes.data_ptr(), scale.data_ptr(), total.data_ptr()),
+            x=kernels.Acts(codes.data_ptr(), scale.data_ptr(), total.data_ptr(), zero.data_ptr()),
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
             n_ops=len(ops),

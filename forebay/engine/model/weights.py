@@ -157,7 +157,7 @@ def _assemble(
 
 
 def _quantized(source: _Checked, spec: ModelSpec, mode: Mode) -> tuple[dict[str, Packed], dict[str, torch.Tensor]]:
-    """All linear layers packed, and the norms. What the file holds in 4 bits stays as it is, in mode int8 inside of 8;
+    """All linear layers packed, and the norms. What the file holds in 4 bits stays as it is, in mode int8 inside of 7;
     the embedding and the LM head never get less than 8 bits where the file does not have them so."""
     names = [f"{i}.{name}" for i in range(spec.n_layers) for name in _LINEARS]
     packed = {name: _pack(source, source.parts(name), 4 if mode == "int4" else 8, mode) for name in names}
@@ -169,8 +169,9 @@ def _quantized(source: _Checked, spec: ModelSpec, mode: Mode) -> tuple[dict[str,
 
 def _pack(source: _Checked, names: list[str], bits: Literal[4, 8], mode: Mode) -> Packed:
     parts = [source.codes(name) or quantize(source.get(name).float().numpy(), bits) for name in names]
-    if mode == "int8" or len({part.bits for part in parts}) > 1:
-        parts = [part.widened() for part in parts]
+    mixed = len({part.bits for part in parts}) > 1
+    if mixed or mode == "int8":
+        parts = [part.widened(8 if mixed else 7) for part in parts]
     return Packed.of(join(parts), source.shapes[names[0]][1])
 
 

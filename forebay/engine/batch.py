@@ -5,6 +5,7 @@ Rows are tokens; all sequences of the step stand one after the other, decodes fi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,20 +14,46 @@ import numpy.typing as npt
 
 from .kv.pages import PAGE_SIZE
 from .scheduler import Step, Work
+from .sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """What is added to logits, [E]: ``value`` to that of token ``id`` in sampling row ``row``, each at most once."""
+
+    row: Ints
+    id: Ints
+    value: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties on logits, [E]: that of token ``id`` in sampling row ``row`` is weakened by the factor
+    ``repetition``, then ``minus`` is taken from it. Each at most once."""
+
+    row: Ints
+    id: Ints
+    repetition: Floats
+    minus: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Per sampling row (S of them): arrays [S], and the token ids that must not be drawn now."""
+    """Per sampling row (S of them): arrays [S], and the token ids that must not be drawn now. ``biases`` and
+    ``penalties`` None: no row has any."""
 
     temperature: npt.NDArray[np.float32]
     top_k: Ints
     top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
     seed: list[int]
     position: list[int]
     banned: list[list[int]]
+    biases: Biases | None = None
+    penalties: Penalties | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +120,51 @@ def _sampling(works: list[Work]) -> Sampling:
         temperature=np.array([spec.temperature for spec in specs], dtype=np.float32),
         top_k=np.array([spec.top_k for spec in specs], dtype=np.int64),
         top_p=np.array([spec.top_p for spec in specs], dtype=np.float32),
+        min_p=np.array([spec.min_p for spec in specs], dtype=np.float32),
         seed=[spec.seed for spec in specs],
         position=[len(work.seq.ids) for work in works],
-        banned=[
-            spec.stop_ids if work.seq.generated < spec.min_tokens else []
-            for spec, work in zip(specs, works, strict=True)
-        ],
+        banned=[_banned(work.seq) for work in works],
+        biases=_biases(works),
+        penalties=_penalties(works),
     )
+
+
+def _banned(seq: Sequence) -> list[int]:
+    early = seq.spec.stop_ids if seq.generated < seq.spec.min_tokens else []
+    return early if seq.bad_words is None else [*early, *seq.bad_words.next(seq.ids, seq.generated)]
+
+
+def _biases(works: list[Work]) -> Biases | None:
+    biased = [(row, work.seq.spec.logit_bias) for row, work in enumerate(works) if work.seq.spec.logit_bias]
+    if not biased:
+        return None
+    return Biases(
+        row=np.repeat([row for row, _ in biased], [len(bias) for _, bias in biased]),
+        id=np.array([id for _, bias in biased for id in bias], dtype=np.int64),
+        value=np.array([value for _, bias in biased for value in bias.values()], dtype=np.float64),
+    )
+
+
+def _penalties(works: list[Work]) -> Penalties | None:
+    counted = [(row, work.seq.spec, work.seq.tally) for row, work in enumerate(works) if work.seq.tally is not None]
+    if not counted:
+        return None
+    sizes = [len(tally.ids) for _, _, tally in counted]
+
+    def each(values: list[float]) -> Floats:
+        return np.repeat(np.array(values, dtype=np.float64), sizes)
+
+    times = _joined([tally.counts for _, _, tally in counted])
+    frequency = each([spec.frequency_penalty for _, spec, _ in counted])
+    presence = each([spec.presence_penalty for _, spec, _ in counted])
+    return Penalties(
+        row=np.repeat([row for row, _, _ in counted], sizes),
+        id=_joined([tally.ids for _, _, tally in counted]),
+        repetition=each([spec.repetition_penalty for _, spec, _ in counted]),
+        minus=frequency * times + presence * (times > 0),
+    )
+
+
+def _joined(parts: list[array[int]]) -> Ints:
+    """A copy: an array that numpy looks at could not grow."""
+    return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])

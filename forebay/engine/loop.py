@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from itertools import chain
 
 from .runner import Runner
 from .sample import FAILED
@@ -115,12 +116,22 @@ class Engine:
 
     def _fault(self, spec: GenSpec) -> str:
         """What is wrong with an order, or nothing. The front checks the same; this is the backstop."""
-        if bad := next((t for t in (*spec.ids, *spec.stop_ids) if not 0 <= t < self._vocab_size), None):
-            return f"token id {bad} is outside the vocabulary of {self._vocab_size}"
-        if not (math.isfinite(spec.temperature) and spec.temperature >= 0):
-            return f"temperature {spec.temperature} is not a number from 0"
-        if not 0 < spec.top_p <= 1 or spec.top_k < 0:
-            return f"top_p {spec.top_p} or top_k {spec.top_k} is out of range"
-        if not 0 <= spec.min_tokens <= spec.max_tokens:
-            return f"min_tokens {spec.min_tokens} is not between 0 and max_tokens {spec.max_tokens}"
-        return ""
+        ids = chain(spec.ids, spec.stop_ids, spec.logit_bias, *spec.bad_words)
+        bad = next((t for t in ids if not 0 <= t < self._vocab_size), None)
+        more = (spec.frequency_penalty, spec.presence_penalty, *spec.logit_bias.values())
+        temperature, repetition = spec.temperature, spec.repetition_penalty
+        checks = (
+            (bad is None, f"token id {bad} is outside the vocabulary of {self._vocab_size}"),
+            (math.isfinite(temperature) and temperature >= 0, f"temperature {temperature} is not a number from 0"),
+            (0 < spec.top_p <= 1, f"top_p {spec.top_p} is not above 0 and up to 1"),
+            (spec.top_k >= 0, f"top_k {spec.top_k} is less than 0"),
+            (0 <= spec.min_p <= 1, f"min_p {spec.min_p} is not between 0 and 1"),
+            (math.isfinite(repetition) and repetition > 0, f"repetition_penalty {repetition} is not a number above 0"),
+            (all(map(math.isfinite, more)), "frequency_penalty, presence_penalty or a logit_bias is not finite"),
+            (all(spec.bad_words), "one of bad_words has no tokens"),
+            (
+                0 <= spec.min_tokens <= spec.max_tokens,
+                f"min_tokens {spec.min_tokens} is not between 0 and max_tokens {spec.max_tokens}",
+            ),
+        )
+        return next((why for right, why in checks if not right), "")

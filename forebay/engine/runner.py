@@ -16,7 +16,7 @@ from ..catalog import ModelFiles, read_meta
 from ..config import EngineSettings
 from ..contract import Unsupported
 from . import kernels
-from .attention.base import Attention, KVShape, empty_pool
+from .attention.base import Attention, KVShape, Reach, empty_pool
 from .attention.native import NativeAttention
 from .attention.paged import PagedAttention
 from .batch import Batch
@@ -25,7 +25,8 @@ from .kv.pages import PAGE_SIZE
 from .model import verdict
 from .model.compiled import CompiledDecoder
 from .model.decoder import Decoder
-from .model.spec import ModelSpec, read_spec
+from .model.families import read_spec
+from .model.spec import ModelSpec
 from .model.weights import load_weights
 from .sample import sample
 from .scheduler import Step, Work
@@ -145,11 +146,12 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
             f"max-batch {settings.max_batch} needs at least one each"
         )
     pool = empty_pool(shape, n_pages, device)
-    attention: Attention = PagedAttention(pool, shape, inner)
+    reach = Reach(spec.score_scale, spec.windows)
+    attention: Attention = PagedAttention(pool, shape, inner, reach)
     decoder: Model = Decoder(spec, weights)
     if native:
         kernels.use_threads(torch.get_num_threads())
-        attention = NativeAttention(pool, shape, spec.n_heads, inner)
+        attention = NativeAttention(pool, shape, spec.n_heads, inner, reach)
         if compiled:
             decoder = CompiledDecoder(spec, weights, attention)
     runner = ModelRunner(decoder, attention, compiled=level != "none")

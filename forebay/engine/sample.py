@@ -1,8 +1,19 @@
 """Logits -> token ids, one row at a time in meaning, all rows at once in execution.
 
-Temperature, then top-k, then top-p, then a draw by inverting the cumulative distribution with one uniform number
-per row. The number is a function of (seed, position) alone (Philox, a counter-based generator: Salmon et al. 2011),
-so a seeded answer does not depend on who else is in the batch.
+The definition, in order; each row has its own numbers:
+
+1. banned ids (an end of turn too early, the last id of a bad word whose others have just come) get -inf;
+2. logit_bias is added;
+3. repetition_penalty r, of ids that the prompt or the answer has: positive logits are divided by r, others multiplied;
+4. frequency_penalty times how often the id is in the answer, and presence_penalty if it is in it, are subtracted;
+5. temperature 0: the largest logit wins, of equals the lowest id. Else logits / temperature become probabilities;
+6. min_p: ids less likely than min_p times the likeliest are dropped;
+7. top_k: the k likeliest stay; then top_p: of these, as many as are needed for that share of what is left;
+8. a draw by inverting the cumulative distribution with one uniform number per row. The number is a function of (seed,
+   position) alone (Philox, a counter-based generator: Salmon et al. 2011), so a seeded answer does not depend on who
+   else is in the batch.
+
+Steps 2 to 4 touch few logits, and are done here for both ways of sampling.
 """
 
 from __future__ import annotations
@@ -15,15 +26,18 @@ import numpy.typing as npt
 import torch
 
 from . import kernels
-from .batch import Sampling
+from .batch import Ints, Sampling
 
 #: Marks a row whose logits are not finite: no token can be drawn.
 FAILED = -1
+#: Logits are kept inside of this, so that no penalty, however absurd, makes a sound row look broken.
+LARGEST = 1e30
 
 
 def sample(logits: torch.Tensor, params: Sampling, *, compiled: bool = False) -> list[int]:
     """``logits`` float32 [S, vocab], overwritten. Returns S ids, FAILED for broken rows. ``compiled``: with the kernel
     where it can be; torch sorts the whole vocabulary for top-p."""
+    _adjust(logits, params)
     if compiled and logits.device.type == "cpu" and logits.stride(-1) == 1 and kernels.library():
         return _compiled(logits, params)
     for row, banned in enumerate(params.banned):
@@ -38,6 +52,29 @@ def sample(logits: torch.Tensor, params: Sampling, *, compiled: bool = False) ->
         tokens[rows] = torch.where(tokens[rows] == FAILED, FAILED, drawn)
     result: list[int] = tokens.tolist()
     return result
+
+
+def _adjust(logits: torch.Tensor, params: Sampling) -> None:
+    """Biases and penalties, in place. (The ids that are banned may come later: -inf stays -inf under all of them.)"""
+    if biases := params.biases:
+        place = _place(biases.row, biases.id, logits)
+        _put(logits, place, logits[place].double() + torch.from_numpy(biases.value).to(logits.device))
+    if penalties := params.penalties:
+        place = _place(penalties.row, penalties.id, logits)
+        repetition = torch.from_numpy(penalties.repetition).to(logits.device)
+        old = logits[place].double()
+        new = torch.where(old > 0, old / repetition, old * repetition)
+        _put(logits, place, new - torch.from_numpy(penalties.minus).to(logits.device))
+
+
+def _place(row: Ints, id: Ints, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(row).to(logits.device), torch.from_numpy(id).to(logits.device)
+
+
+def _put(logits: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor], new: torch.Tensor) -> None:
+    """``new`` instead of logits that are finite; others are no numbers to reckon with."""
+    old = logits[place]
+    logits[place] = torch.where(torch.isfinite(old), new.clamp(-LARGEST, LARGEST).float(), old)
 
 
 def _compiled(logits: torch.Tensor, params: Sampling) -> list[int]:
@@ -57,6 +94,7 @@ def _compiled(logits: torch.Tensor, params: Sampling) -> list[int]:
     arrays: list[npt.NDArray[Any]] = [
         params.temperature,
         params.top_p,
+        params.min_p,
         params.top_k,
         draw,
         banned,
@@ -83,6 +121,9 @@ def _draw(logits: torch.Tensor, params: Sampling, hot: np.ndarray) -> torch.Tens
     top_k, top_p = params.top_k[hot], params.top_p[hot]
     u = torch.tensor([uniform(params.seed[i], params.position[i]) for i in hot], dtype=torch.float64, device=device)
     probs = torch.softmax(logits.double() / heat[:, None].double(), dim=-1)
+    if (min_p := params.min_p[hot]).any():
+        bound = torch.from_numpy(min_p).to(device).double()[:, None] * probs.max(-1, keepdim=True).values
+        probs = probs.masked_fill(probs < bound, 0)
     tokens = torch.empty(len(hot), dtype=torch.int64, device=device)
     cut = (top_k > 0) | (top_p < 1)
     # Rows that keep the whole vocabulary need no order: invert the cumulative sum as it stands.

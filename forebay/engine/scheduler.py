@@ -251,7 +251,7 @@ class Scheduler:
             if seq.cancelled:
                 emits.append(self._end(seq, End.CANCELLED))
             elif work.samples:
-                seq.ids.append(tokens[i])
+                seq.append(tokens[i])
                 end = _ending(seq, tokens[i])
                 emits.append(
                     self._end(seq, end, tokens=[tokens[i]])

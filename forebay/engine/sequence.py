@@ -8,6 +8,8 @@ of it, what a cache hit leaves, or a decode step; the scheduler knows no phases.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -20,7 +22,9 @@ class GenSpec(msgspec.Struct, frozen=True, array_like=True):
     ``stop_ids`` end the answer (the end-of-turn ids are among them unless they are to be ignored); the stopping
     token is emitted and counted. ``temperature`` 0 is greedy. ``seed`` is always set: the engine draws no
     randomness of its own. ``deadline`` (monotonic seconds): expires if prefill has not begun by then.
-    ``salt`` selects the prefix tree: sequences share pages only under the same salt.
+    ``salt`` selects the prefix tree: sequences share pages only under the same salt. ``logit_bias`` maps a token id
+    to what is added to its logit; ``bad_words`` are sequences of ids (none empty) whose last may not follow the
+    others. What each number of sampling means is in sample.py.
     """
 
     id: int
@@ -34,6 +38,12 @@ class GenSpec(msgspec.Struct, frozen=True, array_like=True):
     stop_ids: list[int] = []
     salt: str = ""
     deadline: float | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_words: list[list[int]] = []
 
 
 class End(StrEnum):
@@ -75,13 +85,62 @@ TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
 )
 
 
+class Tally:
+    """The distinct ids of a sequence in order of appearance, and how often each was generated: 0 for those that only
+    the prompt has. Takes O(1) per new id, whatever the length."""
+
+    __slots__ = ("_at", "counts", "ids")
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self.ids = array("q", dict.fromkeys(prompt))
+        self.counts = array("q", bytes(8 * len(self.ids)))
+        self._at = {id: i for i, id in enumerate(self.ids)}
+
+    @classmethod
+    def of(cls, spec: GenSpec) -> Tally | None:
+        """None where no penalty asks for it. Only the repetition penalty looks at the prompt."""
+        if spec.repetition_penalty == 1:
+            return cls(()) if spec.frequency_penalty or spec.presence_penalty else None
+        return cls(spec.ids)
+
+    def add(self, id: int) -> None:
+        at = self._at.setdefault(id, len(self.ids))
+        if at == len(self.ids):
+            self.ids.append(id)
+            self.counts.append(0)
+        self.counts[at] += 1
+
+
+class BadWords:
+    """Which ids would complete one of the sequences that must not be generated. Longer ones are found by their id
+    before the last, so that a step looks only at those that could be meant."""
+
+    __slots__ = ("_longer", "_single")
+
+    def __init__(self, words: list[list[int]]) -> None:
+        self._single = [word[0] for word in words if len(word) == 1]
+        self._longer: dict[int, list[list[int]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._longer.setdefault(word[-2], []).append(word)
+
+    def next(self, ids: list[int], generated: int) -> list[int]:
+        """Ids that may not come after ``ids``, of which the last ``generated`` are the answer."""
+        found = list(self._single)
+        for word in self._longer.get(ids[-1], ()):
+            before = word[:-1]
+            if len(before) <= generated and ids[-len(before) :] == before:
+                found.append(word[-1])
+        return found
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The mutable state of one order. Only the scheduler writes it.
 
     ``ids`` is prompt + generated; ``computed`` tokens of it have K and V in the pages of ``table``. ``inserted``
     whole pages of the table are in the prefix tree. ``cached`` prompt tokens came from the tree at the first
-    admission.
+    admission. ``tally`` and ``bad_words`` are there only where the order asks for them.
     """
 
     spec: GenSpec
@@ -96,10 +155,19 @@ class Sequence:
     started: float = 0.0
     preempted: bool = False
     cancelled: bool = False
+    tally: Tally | None = None
+    bad_words: BadWords | None = None
 
     @classmethod
     def of(cls, spec: GenSpec, arrival: int) -> Sequence:
-        return cls(spec, arrival, list(spec.ids))
+        bad_words = BadWords(spec.bad_words) if spec.bad_words else None
+        return cls(spec, arrival, list(spec.ids), tally=Tally.of(spec), bad_words=bad_words)
+
+    def append(self, token: int) -> None:
+        """Take the next token of the answer."""
+        self.ids.append(token)
+        if self.tally is not None:
+            self.tally.add(token)
 
     @property
     def owed(self) -> int:

@@ -1,4 +1,4 @@
-"""Tiny random Llama models, and transformers as the judge of them."""
+"""Tiny random models, and transformers as the judge of them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import TINY, Judge, save_tiny
+from tiny import FAMILIES, TINY, Judge, save_tiny
 
 from forebay.catalog import ModelFiles
 from forebay.config import EngineSettings
@@ -16,7 +16,7 @@ from forebay.engine.process import load
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-@pytest.fixture(scope="session", params=sorted(TINY))
+@pytest.fixture(scope="session", params=[*TINY, *FAMILIES])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, Judge]:
     """Each tiny model in turn."""
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from forebay.engine import kernels
-from forebay.engine.attention.base import Attention, KVShape, empty_pool, k_view, scale_view, v_view
+from forebay.engine.attention.base import Attention, KVShape, Reach, empty_pool, k_view, scale_view, v_view
 from forebay.engine.attention.naive import NaiveAttention
 from forebay.engine.attention.native import NativeAttention
 from forebay.engine.attention.paged import PagedAttention
@@ -51,7 +51,7 @@ def unwritten(batch: Batch, pool: torch.Tensor) -> None:
             v_view(pool, dim)[page, :, :, at % 16] = torch.nan
 
 
-Make = Callable[[torch.Tensor, KVShape, int, torch.dtype], Attention]
+Make = Callable[[torch.Tensor, KVShape, int, torch.dtype, Reach], Attention]
 
 
 def compare(make: Make, parts: list[tuple[int, int]], **size: int) -> None:
@@ -72,7 +72,8 @@ def compare(make: Make, parts: list[tuple[int, int]], **size: int) -> None:
     qkv = torch.randn(len(batch.ids), heads * (group + 2), dim).to(dtype)
     q, kv = qkv[:, : heads * group], qkv[:, heads * group :]
     other = pool.clone()
-    fast, naive = make(pool, shape, heads * group, dtype), NaiveAttention(other, shape)
+    reach = Reach(0.05 * size.get("scale", 0), (size["window"], 0))
+    fast, naive = make(pool, shape, heads * group, dtype, reach), NaiveAttention(other, shape, reach)
     fast.begin(batch)
     naive.begin(batch)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-5
@@ -89,8 +90,8 @@ def compare(make: Make, parts: list[tuple[int, int]], **size: int) -> None:
             assert torch.equal(a, b)
 
 
-def paged(pool: torch.Tensor, shape: KVShape, _: int, dtype: torch.dtype) -> Attention:
-    return PagedAttention(pool, shape, dtype)
+def paged(pool: torch.Tensor, shape: KVShape, _: int, dtype: torch.dtype, reach: Reach) -> Attention:
+    return PagedAttention(pool, shape, dtype, reach)
 
 
 sizes = {
@@ -99,6 +100,8 @@ sizes = {
     "dim": st.sampled_from([16, 64, 80]),
     "bf16": st.integers(0, 1),
     "int8": st.integers(0, 1),
+    "window": st.sampled_from([0, 1, 17, 256, 300]),
+    "scale": st.integers(0, 2),
     "seed": st.integers(0, 99),
 }
 fuzz = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -120,7 +123,8 @@ def test_kernels_equal_naive(parts: list[tuple[int, int]], size: dict[str, int],
 
 @compiled
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8])
-def test_law_9_a_row_of_the_kernels_does_not_depend_on_its_company(stored: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [0, 100, 300])
+def test_law_9_a_row_of_the_kernels_does_not_depend_on_its_company(stored: torch.dtype, window: int) -> None:
     """Bit for bit: alone, in a crowd, chunked in any way, one row with its splits apart, on any number of threads."""
     torch.manual_seed(3)
     shape = KVShape(n_layers=1, n_kv_heads=3, head_dim=64, dtype=stored)
@@ -131,7 +135,7 @@ def test_law_9_a_row_of_the_kernels_does_not_depend_on_its_company(stored: torch
     def run(cuts: list[int], crowd: list[tuple[int, int]], threads: int) -> torch.Tensor:
         kernels.use_threads(threads)
         pool = empty_pool(shape, N_PAGES, CPU)
-        attention = NativeAttention(pool, shape, n, dtype)
+        attention = NativeAttention(pool, shape, n, dtype, Reach(windows=(window,)))
         free = torch.randperm(N_PAGES).tolist()
         table = [free.pop() for _ in range(pages_of(length))]
         out = []

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forebay.catalog import ModelFiles
 
@@ -43,13 +43,53 @@ TINY: dict[str, dict[str, object]] = {
     "rope-linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}},
     "rope-llama3": {"rope_parameters": _LLAMA3},
 }
+_WINDOW = 24
+#: And each family. Windows shorter than the prompts of the tests, layers of every kind.
+FAMILIES: dict[str, dict[str, object]] = {
+    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": _WINDOW},
+    "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": _WINDOW,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 48,
+        "sliding_window": _WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+    },
+    "gemma3-cycle": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": _WINDOW,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    },
+}
 
 
 @dataclass(frozen=True)
 class Judge:
     """transformers on the same weights, in float32."""
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
 
     @classmethod
     def of_gguf(cls, path: Path) -> "Judge":
@@ -78,9 +118,17 @@ class Judge:
         return tokens
 
 
-def make_tiny(name: str) -> LlamaForCausalLM:
-    torch.manual_seed(sorted(TINY).index(name))
-    return LlamaForCausalLM(LlamaConfig(**{**_BASE, **TINY[name]})).eval()  # type: ignore[arg-type]
+def make_tiny(name: str) -> PreTrainedModel:
+    every = {**TINY, **FAMILIES}
+    torch.manual_seed(sorted(TINY).index(name) if name in TINY else 100 + list(FAMILIES).index(name))
+    fields = {"model_type": "llama", **_BASE, **every[name]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).eval()
+    if name in FAMILIES:  # biases and norms are made as zeros and ones, which would hide that they are not used
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
 
 
 def save_tiny(name: str, folder: Path) -> tuple[ModelFiles, Judge]:
@@ -91,34 +139,40 @@ def save_tiny(name: str, folder: Path) -> tuple[ModelFiles, Judge]:
     return ModelFiles(name, "hf", folder), Judge(model)
 
 
-def save_gguf(model: LlamaForCausalLM, path: Path, kind: GGMLQuantizationType) -> ModelFiles:
-    """Write a tiny model as a Llama GGUF: q and k rows permuted as llama.cpp's converter does. The model's own
-    weights are replaced by what the file then holds, so that it stays the judge."""
+def save_gguf(model: PreTrainedModel, path: Path, kind: GGMLQuantizationType) -> ModelFiles:
+    """Write a tiny model as llama.cpp's converter does: the q and k rows of Llama permuted, Gemma's norms plus one. The
+    model's own weights are replaced by what the file then holds, so that it stays the judge."""
     config = model.config
-    writer = GGUFWriter(path, "llama")
+    family = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    writer = GGUFWriter(path, family)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(model.model.layers[0].self_attn.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
+    if family == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"<{i}>" for i in range(config.vocab_size)])
     writer.add_eos_token_id(2)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    permuted = heads if family in ("llama", "smollm3") else {}
     for name, parameter in model.named_parameters():
         value = parameter.detach().numpy()
         plain = value.ndim == 1 or value.shape[-1] % 32
         stored = GGMLQuantizationType.F32 if plain else kind
-        head_count = next((n for part, n in heads.items() if part in name), None)
+        head_count = next((n for part, n in permuted.items() if part in name), None)
+        plus = 1 if family == "gemma3" and name.endswith("norm.weight") else 0
         if head_count:
             value = permute(value, head_count)
-        data = quants.quantize(value, stored)
-        writer.add_tensor(_gguf_name(name), data, raw_dtype=stored)
-        back = quants.dequantize(data, stored).reshape(value.shape)
+        data = quants.quantize(value + plus, stored)
+        writer.add_tensor(_gguf_name(name, family), data, raw_dtype=stored)
+        back = quants.dequantize(data, stored).reshape(value.shape) - plus
         if head_count:
             back = permute(back, head_count, undo=True)
         with torch.no_grad():
@@ -141,7 +195,8 @@ def permute(rows: np.ndarray, n_heads: int, *, undo: bool = False) -> np.ndarray
     return rows[order]
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, family: str) -> str:
+    gemma = family == "gemma3"
     for theirs, ours in (
         ("model.embed_tokens", "token_embd"),
         ("model.norm", "output_norm"),
@@ -151,7 +206,11 @@ def _gguf_name(name: str) -> str:
         ("self_attn.k_proj", "attn_k"),
         ("self_attn.v_proj", "attn_v"),
         ("self_attn.o_proj", "attn_output"),
-        ("post_attention_layernorm", "ffn_norm"),
+        ("self_attn.q_norm", "attn_q_norm"),
+        ("self_attn.k_norm", "attn_k_norm"),
+        ("post_attention_layernorm", "post_attention_norm" if gemma else "ffn_norm"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
         ("input_layernorm", "attn_norm"),
         ("mlp.gate_proj", "ffn_gate"),
         ("mlp.up_proj", "ffn_up"),

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from forebay.bench import roofline
 from forebay.bench.roofline import Case, Limits
-from forebay.engine.model.spec import ModelSpec, RopeSpec
+from forebay.engine.model.spec import LayerSpec, ModelSpec, RopeSpec
 
 #: SmolLM2-135M, whose figures are known: 0.212 GFLOP a token, 0.057 for the LM head.
-DEMO = ModelSpec(30, 576, 9, 3, 64, 1536, 49152, 1e-5, 8192, True, RopeSpec(1e5))
+DEMO = ModelSpec(30, 576, 9, 3, 64, 1536, 49152, 1e-5, 8192, True, (LayerSpec(RopeSpec(1e5)),) * 30)
 
 
 def test_operations_of_a_decode_and_a_prefill() -> None:

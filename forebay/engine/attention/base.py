@@ -14,6 +14,25 @@ from ..kv.pages import PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """How a model attends: ``scale`` on scores (0: head_dim ** -0.5), and the window of each layer: so many tokens back
+    it looks, the row itself included (0, and layers that are not listed: all)."""
+
+    scale: float = 0.0
+    windows: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if layer < len(self.windows) else 0
+
+    def scale_of(self, head_dim: int) -> float:
+        return self.scale or head_dim**-0.5
+
+
+#: What most models do.
+WHOLE = Reach()
+
+
+@dataclass(frozen=True, slots=True)
 class KVShape:
     """What one page holds: [layer][K|V][head], and inside a head K as [dim][16 tokens] and V as [16 tokens][dim].
 

@@ -6,14 +6,14 @@ import torch
 
 from ..batch import Batch
 from ..kv.pages import PAGE_SIZE
-from .base import KVShape, k_view, scale_view, spread_keys, spread_queries, to_int8, v_view
+from .base import WHOLE, KVShape, Reach, k_view, scale_view, spread_keys, spread_queries, to_int8, v_view
 
 
 class NaiveAttention:
-    def __init__(self, pool: torch.Tensor, shape: KVShape) -> None:
+    def __init__(self, pool: torch.Tensor, shape: KVShape, reach: Reach = WHOLE) -> None:
         self._k, self._v = k_view(pool, shape.head_dim), v_view(pool, shape.head_dim)
         self._scales = scale_view(pool) if shape.dtype == torch.int8 else None
-        self._shape = shape
+        self._shape, self._reach = shape, reach
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
@@ -43,8 +43,10 @@ class NaiveAttention:
                 keys, values = keys * k_scale, values * v_scale
             for row in range(int(batch.q_start[b]), int(batch.q_start[b + 1])):
                 seen = int(batch.positions[row]) + 1
+                window = self._reach.window(layer)
+                first = max(0, seen - window) if window else 0
                 for head in range(q.shape[1]):
-                    k, v = keys[head // group, :seen], values[head // group, :seen]
-                    scores = k @ q[row, head].double() / self._shape.head_dim**0.5
+                    k, v = keys[head // group, first:seen], values[head // group, first:seen]
+                    scores = k @ q[row, head].double() * self._reach.scale_of(self._shape.head_dim)
                     out[row, head] = (torch.softmax(scores, dim=0) @ v).to(out.dtype)
         return out.flatten(1)

@@ -9,7 +9,7 @@ import torch
 
 from .. import kernels
 from ..batch import Batch, Ints
-from .base import KVShape
+from .base import WHOLE, KVShape, Reach
 
 #: Query rows of one head group that are computed together: enough to reuse each K and V that was read.
 _TILE = 24
@@ -20,7 +20,9 @@ _UNITS_PER_THREAD = 8
 class NativeAttention:
     """K and V in float32, bfloat16 or int8; queries in ``dtype`` float32 or bfloat16. CPU. See ``usable``."""
 
-    def __init__(self, pool: torch.Tensor, shape: KVShape, n_heads: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, pool: torch.Tensor, shape: KVShape, n_heads: int, dtype: torch.dtype, reach: Reach = WHOLE
+    ) -> None:
         lib = kernels.library()
         if lib is None:
             raise RuntimeError("the kernels were not built")
@@ -36,7 +38,10 @@ class NativeAttention:
             "type": kernels.TYPES[shape.dtype],
             "io": kernels.TYPES[dtype],
         }
-        self.attend_job = kernels.AttendJob(heads=n_heads, scale=shape.head_dim**-0.5, **common)
+        self._windows = np.array([reach.window(layer) for layer in range(shape.n_layers)], dtype=np.int64)
+        self.attend_job = kernels.AttendJob(
+            heads=n_heads, scale=reach.scale_of(shape.head_dim), windows=self._windows.ctypes.data, **common
+        )
         self.write_job = kernels.WriteJob(**common)
         self._pool = pool  # keeps the memory that the jobs point to
         self._held: tuple[np.ndarray, ...] = ()

@@ -15,35 +15,38 @@ import torch.nn.functional as F
 
 from ..batch import Batch, Ints
 from ..kv.pages import PAGE_SIZE
-from .base import KVShape, k_view, scale_view, spread_keys, spread_queries, to_int8, v_view
+from .base import WHOLE, KVShape, Reach, k_view, scale_view, spread_keys, spread_queries, to_int8, v_view
 
 
 @dataclass(slots=True)
 class _Group:
     """Decodes of similar length. ``rows`` [R] of the batch; ``span`` [2 * R * kv heads * pages]: which spans of 16
-    tokens to gather at layer 0; ``mask`` [R, 1, 1, tokens]: 0 or -inf; ``out``: the buffer they are gathered to."""
+    tokens to gather at layer 0; ``masks`` window -> [R, 1, 1, tokens]: 0 or -inf; ``out``: the buffer they are gathered
+    to."""
 
     rows: torch.Tensor
     span: torch.Tensor
-    mask: torch.Tensor
+    masks: dict[int, torch.Tensor]
     out: torch.Tensor
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Rows ``first`` to ``last`` of one sequence. ``mask`` [rows, length]; None: plain causal, nothing before it."""
+    """Rows ``first`` to ``last`` of one sequence. ``masks`` window -> [rows, length]; None: plain causal, from 0 on."""
 
     first: int
     last: int
     length: int
     span: torch.Tensor
-    mask: torch.Tensor | None
+    masks: dict[int, torch.Tensor | None]
     out: torch.Tensor
 
 
 class PagedAttention:
-    def __init__(self, pool: torch.Tensor, shape: KVShape, dtype: torch.dtype) -> None:
-        self._shape = shape
+    def __init__(self, pool: torch.Tensor, shape: KVShape, dtype: torch.dtype, reach: Reach = WHOLE) -> None:
+        self._shape, self._reach = shape, reach
+        self._scale = reach.scale_of(shape.head_dim)
+        self._windows = {reach.window(layer) for layer in range(shape.n_layers)}
         self._device, self._dtype = pool.device, dtype
         self._pool, self._k, self._v = pool, k_view(pool, shape.head_dim), v_view(pool, shape.head_dim)
         self._scales = scale_view(pool) if shape.dtype == torch.int8 else None
@@ -70,7 +73,7 @@ class PagedAttention:
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         heads, dim = self._shape.n_kv_heads, self._shape.head_dim
-        jump = layer * 2 * heads
+        jump, window = layer * 2 * heads, self._reach.window(layer)
         if self._scales is not None:
             q = spread_queries(q).to(q.dtype)
             kv, scales = to_int8(spread_keys(kv))
@@ -82,13 +85,14 @@ class PagedAttention:
             n = len(group.rows)
             k, v = self._gather(group, jump, n)
             grouped = q[group.rows].view(n, heads, -1, dim)
-            attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
+            attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.masks[window], scale=self._scale)
             out[group.rows] = attended.reshape(n, -1, dim)
         for chunk in self._chunks:
             k, v = (part[:, :, : chunk.length] for part in self._gather(chunk, jump, 1))
             rows = q[chunk.first : chunk.last].transpose(0, 1)[None]
+            mask = chunk.masks[window]
             attended = F.scaled_dot_product_attention(
-                rows, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
+                rows, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
             )
             out[chunk.first : chunk.last] = attended[0].transpose(0, 1)
         return out.flatten(1)
@@ -106,21 +110,28 @@ class PagedAttention:
 
     def _group(self, batch: Batch, rows: Ints) -> _Group:
         pages = -(-int(batch.kv_len[rows].max()) // PAGE_SIZE)
-        dead = np.arange(pages * PAGE_SIZE) >= batch.kv_len[rows][:, None]
-        mask = torch.zeros(dead.shape, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(self._to(dead), -torch.inf)
+        last = batch.kv_len[rows][:, None] - 1
+        masks = {w: self._mask(np.arange(pages * PAGE_SIZE), last, w)[:, None, None] for w in self._windows}
         span = self._to(self._span(batch.tables[rows, :pages]))
-        return _Group(self._to(rows), span, mask[:, None, None], self._buffer)
+        return _Group(self._to(rows), span, masks, self._buffer)
 
     def _chunk(self, batch: Batch, b: int) -> _Chunk:
         first, last, length = int(batch.q_start[b]), int(batch.q_start[b + 1]), int(batch.kv_len[b])
         span = self._to(self._span(batch.tables[b : b + 1, : -(-length // PAGE_SIZE)]))
-        mask = None
-        if last - first < length:
-            dead = np.arange(length) > batch.positions[first:last, None]
-            mask = torch.zeros(dead.shape, dtype=self._dtype, device=self._device)
-            mask.masked_fill_(self._to(dead), -torch.inf)
-        return _Chunk(first, last, length, span, mask, self._buffer)
+        rows = batch.positions[first:last, None]
+        masks = {
+            w: None if last - first == length <= (w or length) else self._mask(np.arange(length), rows, w)
+            for w in self._windows
+        }
+        return _Chunk(first, last, length, span, masks, self._buffer)
+
+    def _mask(self, tokens: Ints, rows: Ints, window: int) -> torch.Tensor:
+        """[R, tokens]: 0 where a row of the positions ``rows`` [R, 1] sees a token, else -inf."""
+        dead = tokens > rows
+        if window:
+            dead |= tokens <= rows - window
+        mask = torch.zeros(dead.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(self._to(dead), -torch.inf)
 
     def _span(self, tables: Ints) -> Ints:
         """Pages [R, P] -> indices of 16-token spans at layer 0, ordered [K|V, R, kv head, P]."""

@@ -26,7 +26,7 @@ MAX_WIDTH = 1 << 16
 #: Instruction sets of the linear layers.
 LEVELS = {0: "portable", 1: "avx2", 2: "vnni"}
 
-_NAMES = ("embed", "norm", "quantize", "silu", "linear", "rope", "attend", "merge")
+_NAMES = ("embed", "norm", "quantize", "silu", "gelu_tanh", "add_norm", "linear", "heads", "attend", "merge")
 #: Operations of a program, by name.
 OPS = {name: i for i, name in enumerate(_NAMES)}
 
@@ -42,6 +42,7 @@ class AttendJob(ctypes.Structure):
         ("positions", c_void_p),
         ("units", c_void_p),
         ("merges", c_void_p),
+        ("windows", c_void_p),
         ("parts", c_void_p),
         ("n_units", c_int64),
         ("n_merges", c_int64),
@@ -93,7 +94,7 @@ class Op(ctypes.Structure):
         ("bits", c_int32),
         ("add", c_int32),
         ("sampled", c_int32),
-        ("reserved", c_int32),
+        ("factor", c_float),
         ("n", c_int64),
         ("k", c_int64),
         ("weight", c_void_p),
@@ -101,7 +102,11 @@ class Op(ctypes.Structure):
         ("out", c_void_p),
         ("in_width", c_int64),
         ("out_width", c_int64),
-        ("eps", c_float),
+        ("bias", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
     )
 
 
@@ -118,11 +123,10 @@ class Program(ctypes.Structure):
         ("ids", c_void_p),
         ("positions", c_void_p),
         ("sample_rows", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
         ("n_ops", c_int64),
         ("rows", c_int64),
         ("n_samples", c_int64),
+        ("eps", c_float),
     )
 
 
@@ -133,6 +137,7 @@ class SampleJob(ctypes.Structure):
         ("logits", c_void_p),
         ("temperature", c_void_p),
         ("top_p", c_void_p),
+        ("min_p", c_void_p),
         ("top_k", c_void_p),
         ("draw", c_void_p),
         ("banned", c_void_p),

@@ -99,7 +99,17 @@ INLINE void NAME(attend_unit)(const attend_job *j, int32_t layer, int64_t unit, 
         memset(total + r * MAX_DIM, 0, sizeof(float) * dim);
     }
     const int64_t end = j->positions[u[1] + u[2] - 1] + 1;
-    const int64_t begin = u[3] < 0 ? 0 : u[3] * SPLIT, length = u[3] < 0 ? end : least(end, begin + SPLIT);
+    const int64_t window = j->windows[layer] ? j->windows[layer] : end;
+    const int64_t reach = j->positions[u[1]] + 1 - window; /* the first token that the first row sees, or less than 0 */
+    const int64_t begin = u[3] < 0 ? (reach > 0 ? reach / SPLIT * SPLIT : 0) : u[3] * SPLIT;
+    const int64_t length = u[3] < 0 ? end : least(end, begin + SPLIT);
+    if (u[3] >= 0 && length <= reach) { /* the row sees nothing of this split */
+        for (int r = 0; r < rows; r++) {
+            float *to = j->parts + (u[4] * j->heads + head * group + r) * (dim + 2);
+            to[dim] = to[dim + 1] = 0;
+        }
+        return;
+    }
     for (int64_t first = begin; first < length; first += SPLIT) {
         const int n = (int)least(length - first, SPLIT);
         for (int t = 0; t < n; t += PAGE) {
@@ -111,7 +121,8 @@ INLINE void NAME(attend_unit)(const attend_job *j, int32_t layer, int64_t unit, 
         float best[MAX_ROWS], sum[MAX_ROWS];
         for (int r = 0; r < rows; r++) {
             float *s = scores + r * SPLIT;
-            int64_t seen = j->positions[u[1] + r / group] + 1 - first;
+            const int64_t seen = j->positions[u[1] + r / group] + 1 - first;
+            for (int t = 0; t < least(seen - window, padded); t++) s[t] = -__builtin_inff();
             for (int t = seen < 0 ? 0 : (int)(seen < padded ? seen : padded); t < padded; t++) s[t] = -__builtin_inff();
             v8 high = load(s);
             for (int t = 8; t < padded; t += 8) high = max8(high, load(s + t));

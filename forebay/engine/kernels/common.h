@@ -23,9 +23,8 @@ typedef uint32_t u8 __attribute__((vector_size(32)));
 typedef uint16_t h8 __attribute__((vector_size(16)));
 typedef int8_t b8 __attribute__((vector_size(8)));
 
-/* PAGE: tokens of a KV page. GROUP: values that share a scale, in weights and activations; for weights in 7 and 8 bits
- * they are spread in blocks of SPREAD. ZERO: the code in 7 bits that means 0. LANES: channels of a block of packed
- * weights. */
+/* PAGE: tokens of a KV page. GROUP: values that share a scale, in weights and activations, spread in blocks of SPREAD:
+ * each fourth value of the group. ZERO: what unsigned codes have more. LANES: channels of a block of packed weights. */
 enum { PAGE = 16, GROUP = 32, SPREAD = 8, ZERO = 64, LANES = 16, MAX_DIM = 256 };
 /* Types of K and V in the pool, and of what goes in and out. INT8 has one float scale per token and head. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
@@ -61,24 +60,35 @@ INLINE float sum8(v8 v) { /* in a fixed order */
 #define SHUFFLE(v, ...) __builtin_shuffle(v, (i8){__VA_ARGS__})
 #endif
 
-/* Hadamard transform of 8 values, not scaled: it spreads the few large ones over all that share a scale with them.
- * Order and rounding as hadamard.py. */
-INLINE v8 spread8(v8 v) {
-    const v8 one = {1, -1, 1, -1, 1, -1, 1, -1}, two = {1, 1, -1, -1, 1, 1, -1, -1}, four = {1, 1, 1, 1, -1, -1, -1, -1};
-    v = SHUFFLE(v, 1, 0, 3, 2, 5, 4, 7, 6) + v * one;
-    v = SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5) + v * two;
-    return SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3) + v * four;
-}
-
-/* Of n values in place, in blocks of `block`, a power of two from 8 on. */
+/* Hadamard transform of n values in place, in blocks of `block` (a power of two from 8 on), not scaled: it spreads the
+ * few large ones over all that share a scale with them. Order and rounding as hadamard.py. */
 INLINE void spread(float *x, int n, int block) {
-    for (int i = 0; i < n; i += 8) store(x + i, spread8(load(x + i)));
+    const v8 one = {1, -1, 1, -1, 1, -1, 1, -1}, two = {1, 1, -1, -1, 1, 1, -1, -1}, four = {1, 1, 1, 1, -1, -1, -1, -1};
+    for (int i = 0; i < n; i += 8) {
+        v8 v = load(x + i);
+        v = SHUFFLE(v, 1, 0, 3, 2, 5, 4, 7, 6) + v * one;
+        v = SHUFFLE(v, 2, 3, 0, 1, 6, 7, 4, 5) + v * two;
+        store(x + i, SHUFFLE(v, 4, 5, 6, 7, 0, 1, 2, 3) + v * four);
+    }
     for (int half = 8; half < block; half *= 2)
         for (int i = 0; i < n; i += 2 * half)
             for (int k = i; k < i + half; k += 8) {
                 v8 a = load(x + k), b = load(x + k + half);
                 store(x + k, a + b);
                 store(x + k + half, a - b);
+            }
+}
+
+/* The same of a group of 32, each fourth value a block: whole registers are added, in weights too (linear.c). */
+INLINE void spread_group(v8 v[4]) {
+    const v8 four = {1, 1, 1, 1, -1, -1, -1, -1};
+    for (int i = 0; i < 4; i++) v[i] = SHUFFLE(v[i], 4, 5, 6, 7, 0, 1, 2, 3) + v[i] * four;
+    for (int half = 1; half < 4; half *= 2)
+        for (int i = 0; i < 4; i++)
+            if (!(i & half)) {
+                v8 a = v[i], b = v[i + half];
+                v[i] = a + b;
+                v[i + half] = a - b;
             }
 }
 
@@ -184,6 +194,7 @@ typedef struct {
     const int64_t *tables, *positions;
     const int64_t *units; /* [n_units][5]: sequence, first row, rows, split or -1 for all of them, slot of the part */
     const int64_t *merges; /* [n_merges][3]: row, slot of its first part, parts */
+    const int64_t *windows; /* [n_layers]: so many tokens back a row sees, itself included; 0: all */
     float *parts;          /* [slots][heads][dim + 2]: weighted values, largest score, sum of weights */
     int64_t n_units, n_merges, table_width, q_stride;
     int32_t layer, n_layers, heads, kv_heads, dim, type, io;
@@ -200,12 +211,12 @@ typedef struct {
 } write_job;
 
 /* Rows of activations in 8 bits: groups of 32 values share `scale`; `sum` is the sum of the group's values before they
- * were spread, `zero` what weights of nothing but ZERO would add to a sum of products. */
+ * were spread, `zero` what the ZERO in unsigned codes adds to the group's sum of products. */
 typedef struct {
     int8_t *q;     /* [rows, k] */
     float *scale;  /* [rows, k / 32] */
     float *sum;    /* [rows, k / 32] */
-    int32_t *zero; /* [rows, k / 32], for weights in 7 bits */
+    int32_t *zero; /* [rows, k / 32] */
 } acts;
 
 void forebay_attend_unit(const attend_job *j, int32_t layer, int64_t unit);

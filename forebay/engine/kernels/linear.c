@@ -1,22 +1,25 @@
-/* Linear layers on 8-bit activations: y = x W^T, weights in 4, 7 or 8 bits.
+/* Linear layers on 8-bit activations: y = x W^T, weights in 4 or 8 bits.
  *
  * A block of packed weights is 16 channels; inside it every 32 inputs are a group: 16 float16 scales d, 16 float16 m, then
  *   4 bits: 4 pairs of quads [2][8 channels][4 inputs], the first quad of a pair in the low half of the byte, the second
  *           in the high half;                    w = d * code + m
- *   8 bits: 8 quads [2][8 channels][4 inputs];   w = d * spread(code) / SPREAD + m: both factors are spread
- *   7 bits: as 8, codes 0..127;                  w = d * spread(code - ZERO) / SPREAD + m
+ *   8 bits: 8 quads [2][8 channels][4 inputs];   w = d * spread(code) / SPREAD + m
+ * Activations are spread: a Hadamard transform of the values at one place of the 8 quads, the same in each factor, which
+ * leaves their product as it is (times 8). Weights in 8 bits are stored so; those in 4 bits are spread as they are read,
+ * which is exact and adds whole registers: eight codes of 0..15 become one of 0..120 and seven of -60..60.
+ *
  * Products are summed as integers inside a group (exact), groups are added as floats in their order. So the result of a
  * row does not depend on how many rows are computed with it, nor by which thread.
  *
- * The multiplication wants one factor unsigned. On AVX2, 4-bit codes (0..15) times 8-bit activations leave room to add
- * eight pairs in 16 bits before they are widened, 7-bit codes room for one pair; the sign of an 8-bit code moves to the
- * activation first. VNNI has 32-bit sums.
+ * The multiplication wants one factor unsigned. 4-bit codes, spread, get 64 more where they can be negative; what that
+ * adds is taken off at the start. They then fit in 7 bits, so that AVX2 can add pairs of products in 16. The sign of an
+ * 8-bit code moves to the activation instead.
  */
 #include "common.h"
 
-/* Of one group: scales and m, then codes. */
-enum { HEAD = 64 };
-INLINE int64_t group_bytes(int bits) { return HEAD + GROUP * LANES / (bits == 4 ? 2 : 1); }
+/* Bytes of one group: scales and m, then codes; with them expanded to bytes. */
+enum { HEAD = 64, EXPANDED = HEAD + GROUP * LANES };
+INLINE int64_t group_bytes(int bits) { return HEAD + GROUP * LANES * bits / 8; }
 
 int64_t forebay_block_bytes(int bits, int64_t k) { return k / GROUP * group_bytes(bits); }
 
@@ -25,8 +28,18 @@ int64_t forebay_block_bytes(int bits, int64_t k) { return k / GROUP * group_byte
 INLINE int code_of(const uint8_t *w, int bits, int lane, int i) {
     const int quad = i / 4, at = lane / 8 * 32 + lane % 8 * 4 + i % 4;
     if (bits == 8) return (int8_t)w[HEAD + quad * 64 + at];
-    if (bits == 7) return w[HEAD + quad * 64 + at] - ZERO;
     return w[HEAD + quad / 2 * 64 + at] >> (quad % 2 * 4) & 15;
+}
+
+/* Codes of one channel and group, spread. */
+static void spread_codes(const uint8_t *w, int bits, int lane, int *to) {
+    for (int i = 0; i < GROUP; i++) to[i] = code_of(w, bits, lane, i);
+    for (int half = 4; bits == 4 && half < GROUP; half *= 2)
+        for (int i = 0; i < GROUP; i++)
+            if (!(i & half)) {
+                const int a = to[i], b = to[i + half];
+                to[i] = a + b, to[i + half] = a - b;
+            }
 }
 
 static void half_row(const uint8_t *w, int lane, float *x) {
@@ -41,10 +54,11 @@ void forebay_unpack_row(const uint8_t *w, int bits, int64_t k, int64_t lane, flo
         float d, m;
         half_row(w, (int)lane, &d);
         half_row(w + 32, (int)lane, &m);
-        for (int i = 0; i < GROUP; i++) y[i] = (float)code_of(w, bits, (int)lane, i);
-        if (bits != 4) spread(y, GROUP, SPREAD);
-        const float by = bits != 4 ? d / SPREAD : d;
-        for (int i = 0; i < GROUP; i++) y[i] = by * y[i] + m;
+        v8 codes[4];
+        for (int i = 0; i < GROUP; i++) codes[i / 8][i % 8] = (float)code_of(w, bits, (int)lane, i);
+        if (bits == 8) spread_group(codes);
+        const float by = bits == 8 ? d / SPREAD : d;
+        for (int i = 0; i < GROUP; i++) y[i] = by * codes[i / 8][i % 8] + m;
     }
 }
 
@@ -58,8 +72,10 @@ static void portable_block(const uint8_t *w, int bits, acts x, int64_t k, int64_
             for (int64_t g = 0; g < groups; g++, at += group_bytes(bits)) {
                 const int8_t *q = x.q + r * k + g * GROUP;
                 int32_t dot = 0;
+                int codes[GROUP];
                 float d, m;
-                for (int i = 0; i < GROUP; i++) dot += code_of(at, bits, lane, i) * q[i];
+                spread_codes(at, bits, lane, codes);
+                for (int i = 0; i < GROUP; i++) dot += codes[i] * q[i];
                 half_row(at, lane, &d);
                 half_row(at + 32, lane, &m);
                 sum = m * x.sum[r * groups + g] + sum;
@@ -119,19 +135,16 @@ static int agrees(int level) {
     int32_t zero[ROWS_HERE * 2];
     float scale[ROWS_HERE * 2], sum[ROWS_HERE * 2], ours[ROWS_HERE * LANES], theirs[ROWS_HERE * LANES];
     uint32_t seed = 1;
-    for (int bits = 4; bits <= 8; bits += bits == 4 ? 3 : 1) {
+    for (int bits = 4; bits <= 8; bits += 4) {
         const int size = (int)group_bytes(bits);
         for (int i = 0; i < 2 * size; i++) w[i] = (uint8_t)((seed = seed * 1664525u + 1013904223u) >> 24);
         for (int i = 0; i < 2 * size; i++)
-            if (i % size < HEAD && i % 2)
-                w[i] = 0x2c | (w[i] & 0x83); /* float16 near 1/16 */
-            else if (bits == 7 && i % size >= HEAD)
-                w[i] &= 127;
+            if (i % size < HEAD && i % 2) w[i] = 0x2c | (w[i] & 0x83); /* float16 near 1/16 */
         for (int i = 0; i < ROWS_HERE * K; i++)
             q[i] = (int8_t)((int32_t)((seed = seed * 1664525u + 1013904223u) >> 8) % 255 - 127);
         for (int i = 0; i < ROWS_HERE * 2; i++) scale[i] = 0.01f * (float)(i + 1), sum[i] = 0.3f * (float)(i - 5);
         for (int i = 0; i < ROWS_HERE * 2; i++) zero[i] = 0;
-        for (int i = 0; i < ROWS_HERE * K; i++) zero[i / GROUP] += ZERO * q[i];
+        for (int i = 0; i < ROWS_HERE * K; i++) zero[i / GROUP] += i % GROUP < 4 ? 0 : ZERO * q[i];
         acts x = {q, scale, sum, zero};
         block_of_level(level)(w, bits, x, K, ROWS_HERE, ours, LANES, 0);
         portable_block(w, bits, x, K, ROWS_HERE, theirs, LANES, 0);

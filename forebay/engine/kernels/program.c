@@ -48,20 +48,21 @@ void forebay_team(void (*work)(void *), void *job, int64_t units) {
 
 /* ---- operations. Field by field the structures of __init__.py. */
 
-enum { EMBED, NORM, QUANTIZE, SILU, LINEAR, ROPE, ATTEND, MERGE };
+enum { EMBED, NORM, QUANTIZE, SILU, GELU, ADD_NORM, LINEAR, HEADS, ATTEND, MERGE };
 enum { MAX_WIDTH = 1 << 16, LINEAR_ROWS = 64 };
 
 typedef struct {
     int32_t kind, layer;
-    int32_t bits, add;    /* 4 or 8, of the linear or of that which follows; linear: add to what is in `out` */
+    int32_t bits, add;    /* linear: 4 or 8, and whether to add to what is in `out`; embed: its bits */
     int32_t sampled;      /* the rows are those that sample: norm gathers them */
-    int32_t reserved;
-    int64_t n, k;         /* linear: outputs and padded inputs. norm, quantize, silu: values and what they are padded to */
+    float factor;         /* embed: on every value */
+    int64_t n, k;         /* linear: outputs and padded inputs. Others: values and what they are padded to */
     const void *weight;
     const float *in;
     float *out;
     int64_t in_width, out_width; /* from row to row */
-    float eps;
+    /* heads, each NULL where the model has none: [outputs] of q, k and v; [dim]; [positions, dim / 2] */
+    const float *bias, *q_norm, *k_norm, *cos, *sin;
 } op;
 
 typedef struct {
@@ -71,8 +72,8 @@ typedef struct {
     write_job *write;
     acts x;
     const int64_t *ids, *positions, *sample_rows;
-    const float *cos, *sin; /* [positions, dim / 2] */
     int64_t n_ops, rows, n_samples;
+    float eps; /* of all norms */
 } program;
 
 INLINE int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -94,6 +95,22 @@ static int64_t units_of(const program *p, const op *o) {
     }
 }
 
+/* A row of q, k and v becomes what attention takes: bias, norm of each head, rotation; K and V go to their page. */
+static void heads_row(const program *p, const op *o, int64_t row) {
+    const int64_t dim = p->attend->dim, heads = p->attend->heads, kv_heads = p->attend->kv_heads;
+    float *x = o->out + row * o->out_width;
+    if (o->bias) PICK(add_row, o->bias, x, (heads + 2 * kv_heads) * dim);
+    for (int64_t head = 0; o->q_norm && head < heads + kv_heads; head++)
+        PICK(norm_row, x + head * dim, head < heads ? o->q_norm : o->k_norm, x + head * dim, dim, p->eps);
+    if (o->cos) {
+        const int64_t at = p->positions[row] * (dim / 2);
+        PICK(rope_row, x, heads + kv_heads, dim, o->cos + at, o->sin + at);
+    }
+    write_job w = *p->write;
+    w.layer = o->layer;
+    forebay_write_rows(&w, row, row + 1);
+}
+
 static void linear_unit(const program *p, const op *o, int64_t unit) {
     const int64_t rows = o->sampled ? p->n_samples : p->rows, span = span_of(rows);
     const int64_t tiles = parts_of(rows, LINEAR_ROWS), first = unit % tiles * LINEAR_ROWS;
@@ -112,33 +129,32 @@ static void run_unit(program *p, const op *o, int64_t row) {
         case EMBED: {
             const int64_t id = p->ids[row], size = forebay_block_bytes(o->bits, o->k);
             forebay_unpack_row((const uint8_t *)o->weight + id / LANES * size, o->bits, o->k, id % LANES, scratch);
-            memcpy(o->out + row * o->out_width, scratch, sizeof(float) * (size_t)o->n);
+            for (int64_t i = 0; i < o->n; i++) o->out[row * o->out_width + i] = scratch[i] * o->factor;
             break;
         }
         case NORM:
             PICK(norm_row, o->in + (o->sampled ? p->sample_rows[row] : row) * o->in_width, o->weight, scratch, o->n,
-                 o->eps);
-            PICK(quantize_row, scratch, o->n, p->x, row, o->k, o->bits);
+                 p->eps);
+            PICK(quantize_row, scratch, o->n, p->x, row, o->k);
             break;
         case QUANTIZE:
-            PICK(quantize_row, o->in + row * o->in_width, o->n, p->x, row, o->k, o->bits);
+            PICK(quantize_row, o->in + row * o->in_width, o->n, p->x, row, o->k);
             break;
         case SILU:
-            PICK(silu_row, o->in + row * o->in_width, o->in + row * o->in_width + o->n, scratch, o->n);
-            PICK(quantize_row, scratch, o->n, p->x, row, o->k, o->bits);
+        case GELU:
+            PICK(gate_row, o->in + row * o->in_width, o->in + row * o->in_width + o->n, scratch, o->n, o->kind == GELU);
+            PICK(quantize_row, scratch, o->n, p->x, row, o->k);
+            break;
+        case ADD_NORM:
+            PICK(norm_row, o->in + row * o->in_width, o->weight, scratch, o->n, p->eps);
+            PICK(add_row, scratch, o->out + row * o->out_width, o->n);
             break;
         case LINEAR:
             linear_unit(p, o, row);
             break;
-        case ROPE: {
-            const int64_t half = p->attend->dim / 2, at = p->positions[row] * half;
-            PICK(rope_row, o->out + row * o->out_width, p->attend->heads + p->attend->kv_heads, p->attend->dim, p->cos + at,
-                     p->sin + at);
-            write_job w = *p->write;
-            w.layer = o->layer;
-            forebay_write_rows(&w, row, row + 1);
+        case HEADS:
+            heads_row(p, o, row);
             break;
-        }
         case ATTEND:
             forebay_attend_unit(p->attend, o->layer, row);
             break;
@@ -191,7 +207,7 @@ typedef struct {
 } linear_job;
 
 void forebay_linear(const linear_job *j) {
-    for (int64_t row = 0; row < j->rows; row++) PICK(quantize_row, j->in + row * j->n, j->n, j->x, row, j->k, j->bits);
+    for (int64_t row = 0; row < j->rows; row++) PICK(quantize_row, j->in + row * j->n, j->n, j->x, row, j->k);
     const int64_t size = forebay_block_bytes(j->bits, j->k), width = parts_of(j->outputs, LANES) * LANES;
     for (int64_t block = 0; block < width / LANES; block++)
         forebay_linear_block(j->weight + block * size, j->bits, j->x, j->k, j->rows, j->out + block * LANES, width, j->add);

@@ -1,8 +1,8 @@
 /* Operations on one row of activations. Included once per instruction set, with NAME defined. */
 
-/* One row of n values to 8 bits, in groups of 32, for weights of `bits`; what is missing to k is 0. A group that holds
- * what is not finite gets the scale NaN, so that it is not lost. */
-INLINE void NAME(quantize_bits)(const float *x, int64_t n, acts to, int64_t row, int64_t k, const int bits) {
+/* One row of n values to 8 bits, in groups of 32 that are spread; what is missing to k is 0. A group that holds what is
+ * not finite gets the scale NaN, so that it is not lost. */
+static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, int64_t k) {
     int8_t *q = to.q + row * k;
     for (int64_t g = 0; g < k / GROUP; g++, x += GROUP, q += GROUP) {
         float values[GROUP];
@@ -13,9 +13,10 @@ INLINE void NAME(quantize_bits)(const float *x, int64_t n, acts to, int64_t row,
             from = values;
         }
         v8 v[4];
+        for (int i = 0; i < 4; i++) v[i] = load(from + 8 * i);
+        spread_group(v);
         i8 top = {0}; /* the bits of a positive float are ordered as it is; NaN and infinity come last */
         for (int i = 0; i < 4; i++) {
-            v[i] = bits == 4 ? load(from + 8 * i) : spread8(load(from + 8 * i));
             i8 size = (i8)v[i] & 0x7fffffff, more = size > top;
             top = (size & more) | (top & ~more);
         }
@@ -38,21 +39,12 @@ INLINE void NAME(quantize_bits)(const float *x, int64_t n, acts to, int64_t row,
         for (int i = 0; i < GROUP; i++) q[i] = (int8_t)codes[i / 8][i % 8];
 #endif
         const float scale = broken ? __builtin_nanf("") : high / 127;
-        /* Spread, the first of each block is its sum. */
-        const int32_t sum = bits == 4 ? added8(total) : codes[0][0] + codes[1][0] + codes[2][0] + codes[3][0];
-        to.scale[row * (k / GROUP) + g] = bits == 4 ? scale : scale / SPREAD;
+        /* Spread, the first of each block is its sum. Of the codes, the first have no ZERO. */
+        const int32_t sum = codes[0][0] + codes[0][1] + codes[0][2] + codes[0][3];
+        to.scale[row * (k / GROUP) + g] = scale / SPREAD;
         to.sum[row * (k / GROUP) + g] = scale * (float)sum;
-        if (bits == 7) to.zero[row * (k / GROUP) + g] = ZERO * added8(total);
+        to.zero[row * (k / GROUP) + g] = ZERO * (added8(total) - sum);
     }
-}
-
-static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, int64_t k, int bits) {
-    if (bits == 4)
-        NAME(quantize_bits)(x, n, to, row, k, 4);
-    else if (bits == 7)
-        NAME(quantize_bits)(x, n, to, row, k, 7);
-    else
-        NAME(quantize_bits)(x, n, to, row, k, 8);
 }
 
 /* Llama's RMS norm: x / sqrt(mean(x^2) + eps) * weight. n is a multiple of 8. */
@@ -63,13 +55,19 @@ static void NAME(norm_row)(const float *x, const float *weight, float *y, int64_
     for (int64_t i = 0; i < n; i += 8) store(y + i, load(x + i) * by * load(weight + i));
 }
 
-/* silu(gate) * up. */
-static void NAME(silu_row)(const float *gate, const float *up, float *y, int64_t n) {
+/* y += x. */
+static void NAME(add_row)(const float *x, float *y, int64_t n) {
+    for (int64_t i = 0; i < n; i += 8) store(y + i, load(y + i) + load(x + i));
+}
+
+/* act(gate) * up, where act(g) = g / (1 + e^-z): SiLU with z = g; GELU in its tanh form with
+ * z = 2 sqrt(2 / pi) (g + 0.044715 g^3). */
+static void NAME(gate_row)(const float *gate, const float *up, float *y, int64_t n, int gelu) {
     const v8 one = {1, 1, 1, 1, 1, 1, 1, 1};
     for (int64_t i = 0; i < n; i += 8) {
-        v8 g = load(gate + i), e = exp_negative(-abs8(g));
-        i8 minus = g < (v8){0};
-        v8 top = (v8)(((i8)e & minus) | ((i8)one & ~minus)); /* 1 / (1 + e^-g), without overflow on either side */
+        v8 g = load(gate + i), z = gelu ? 1.5957691216f * g * (one + 0.044715f * g * g) : g, e = exp_negative(-abs8(z));
+        i8 minus = z < (v8){0};
+        v8 top = (v8)(((i8)e & minus) | ((i8)one & ~minus)); /* 1 / (1 + e^-z), without overflow on either side */
         store(y + i, g * (top / (one + e)) * load(up + i));
     }
 }

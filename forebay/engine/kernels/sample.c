@@ -3,7 +3,7 @@
 
 typedef struct {
     float *logits; /* [rows, width], overwritten */
-    const float *temperature, *top_p;
+    const float *temperature, *top_p, *min_p;
     const int64_t *top_k;
     const double *draw;                     /* [rows], in [0, 1) */
     const int64_t *banned, *banned_from;    /* ids of row r: banned[banned_from[r] .. banned_from[r + 1]] */
@@ -48,6 +48,20 @@ INLINE double soften(float *x, int64_t n, float top, float heat) {
     return sum;
 }
 
+/* Min-p: weights below `bound` times the heaviest, which is 1, become 0. Their new sum. */
+INLINE double thin(float *x, int64_t n, float bound) {
+    double sum = 0;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        v8 w = load(x + i);
+        w = (v8)((i8)w & (w >= splat(bound)));
+        store(x + i, w);
+        sum += (double)sum8(w);
+    }
+    for (; i < n; i++) sum += (double)(x[i] = x[i] >= bound ? x[i] : 0);
+    return sum;
+}
+
 /* The heaviest first, of equals the lower id: heap sort, because it needs no memory and has no bad case. */
 INLINE int before(const float *w, int32_t a, int32_t b) { return w[a] > w[b] || (w[a] == w[b] && a < b); }
 
@@ -70,17 +84,17 @@ INLINE void sort(const float *w, int32_t *ids, int64_t n) {
 }
 
 /* Top-k, then top-p of what is left: `ids` gets the kept ids, the heaviest first. Only ids that can be among them are
- * sorted: those above a bound that falls until it lets in enough. */
+ * sorted: those above a bound that falls until it lets in enough, at last all that weigh anything. */
 INLINE int64_t keep(const float *w, int64_t n, double sum, int64_t top_k, double top_p, int32_t *ids) {
     const int64_t k = top_k > 0 && top_k < n ? top_k : n;
     int64_t count = 0;
-    for (float bound = 0.01f;; bound = bound > 1e-12f ? bound * 0.01f : -1) {
+    for (float bound = 0.01f;; bound = bound > 1e-12f ? bound * 0.01f : 0) {
         double in = 0;
         count = 0;
         for (int64_t i = 0; i < n; i++)
             if (w[i] > bound) ids[count++] = (int32_t)i, in += (double)w[i];
         /* Top-p is a share of what top-k leaves: with a top-k all of that must be known. */
-        if (count >= k || (k == n && in > top_p * sum) || bound < 0) break;
+        if (count >= k || (k == n && in > top_p * sum) || bound <= 0) break;
     }
     sort(w, ids, count);
     count = count < k ? count : k;
@@ -99,7 +113,8 @@ CLONED static int64_t sample_row(const sample_job *j, int64_t row) {
     for (int64_t i = j->banned_from[row]; i < j->banned_from[row + 1]; i++) x[j->banned[i]] = -__builtin_inff();
     const int64_t best = best_of(x, j->vocab);
     if (best < 0 || !(j->temperature[row] > 0)) return best;
-    const double sum = soften(x, j->vocab, x[best], j->temperature[row]);
+    double sum = soften(x, j->vocab, x[best], j->temperature[row]);
+    if (j->min_p[row] > 0) sum = thin(x, j->vocab, j->min_p[row]);
     double seen = 0;
     if (j->top_k[row] <= 0 && j->top_p[row] >= 1) {
         const double aim = j->draw[row] * sum;

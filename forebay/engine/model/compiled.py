@@ -20,8 +20,8 @@ from ..attention.native import NativeAttention
 from ..batch import Batch
 from .layers import rope_frequencies
 from .quant import GROUP, LANES, Packed, QuantLinear
-from .spec import ModelSpec
-from .weights import QuantEmbedding, Weights
+from .spec import LayerSpec, ModelSpec, RopeSpec
+from .weights import LayerWeights, QuantEmbedding, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,14 @@ class CompiledDecoder:
             raise RuntimeError("the kernels were not built")
         self.spec, self.weights = spec, weights
         self._lib, self._attention = lib, attention
-        freqs = rope_frequencies(spec.rope, spec.head_dim, weights.rope_factors)
-        angles = torch.arange(spec.max_context, dtype=torch.float32)[:, None] * freqs
-        self._cos, self._sin = angles.cos().contiguous(), angles.sin().contiguous()
+        self._tables = {rope: self._table(rope) for rope in {layer.rope for layer in spec.layers} if rope}
         self._space = self._make(1, 1)
+
+    def _table(self, rope: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [positions, dim / 2]."""
+        freqs = rope_frequencies(rope, self.spec.head_dim, self.weights.rope_factors)
+        angles = torch.arange(self.spec.max_context, dtype=torch.float32)[:, None] * freqs
+        return angles.cos().contiguous(), angles.sin().contiguous()
 
     @staticmethod
     def usable(spec: ModelSpec) -> bool:
@@ -87,26 +91,46 @@ class CompiledDecoder:
         attended = torch.zeros(rows, q_width)
         gate_up = torch.zeros(rows, _width(first.gate_up))
         logits = torch.zeros(samples, _width(weights.head))
+        added = torch.zeros(rows if spec.sandwich else 0, x.shape[1])
         most = max(_packed(p).data.shape[1] for p in (first.qkv, first.out, first.down)) * GROUP
         count = max(rows, samples)
         codes = torch.zeros(count * most, dtype=torch.int8)
         scale, total = torch.zeros(count * most // GROUP), torch.zeros(count * most // GROUP)
         zero = torch.zeros(count * most // GROUP, dtype=torch.int32)
-        held: list[Any] = [x, gate_up, codes, scale, total, zero]
+        held: list[Any] = [x, gate_up, added, codes, scale, total, zero]
 
         def op(kind: str, layer: int = 0, **fields: Any) -> kernels.Op:
             return kernels.Op(kind=kernels.OPS[kind], layer=layer, **fields)
 
+        def vector(values: torch.Tensor | None) -> int:
+            """A pointer to them in float32."""
+            if values is None:
+                return 0
+            held.append(values.float().contiguous())
+            return int(held[-1].data_ptr())
+
         def norm(weight: torch.Tensor, then: Any, *, sampled: bool = False) -> kernels.Op:
-            weight = weight.float().contiguous()
-            held.append(weight)
-            pointers = {"weight": weight.data_ptr(), "input": x.data_ptr()}
+            pointers = {"weight": vector(weight), "input": x.data_ptr()}
             sizes = {"n": spec.hidden, "in_width": x.shape[1], **before(then)}
-            return op("norm", eps=spec.norm_eps, sampled=int(sampled), **sizes, **pointers)
+            return op("norm", sampled=int(sampled), **sizes, **pointers)
+
+        def residual(weight: Any, post_norm: torch.Tensor | None) -> list[kernels.Op]:
+            """A linear whose result is added to x, normed before where the model does that."""
+            if post_norm is None:
+                return [linear(weight, x, add=True)]
+            pointers = {"weight": vector(post_norm), "input": added.data_ptr(), "out": x.data_ptr()}
+            sizes = {"n": spec.hidden, "in_width": added.shape[1], "out_width": x.shape[1]}
+            return [linear(weight, added), op("add_norm", **sizes, **pointers)]
+
+        def heads(i: int, layer: LayerSpec, w: LayerWeights) -> kernels.Op:
+            cos, sin = self._tables[layer.rope] if layer.rope else (None, None)
+            pointers = {"bias": vector(w.qkv_bias), "q_norm": vector(w.q_norm), "k_norm": vector(w.k_norm)}
+            pointers |= {"cos": vector(cos), "sin": vector(sin), "out": qkv.data_ptr()}
+            return op("heads", i, out_width=qkv.shape[1], **pointers)
 
         def before(then: Any) -> dict[str, int]:
             """Of an operation that makes the 8-bit activations for a linear."""
-            return {"k": _k(then), "bits": _packed(then).bits}
+            return {"k": _k(then)}
 
         def linear(weight: Any, out: torch.Tensor, *, add: bool = False, sampled: bool = False) -> kernels.Op:
             packed = _packed(weight)
@@ -118,20 +142,21 @@ class CompiledDecoder:
             raise TypeError("the embedding is not quantized")
         table = weights.embed.packed
         embed = {"weight": table.data.data_ptr(), "out": x.data_ptr(), "out_width": x.shape[1]}
-        ops = [op("embed", bits=table.bits, n=spec.hidden, k=table.data.shape[1] * GROUP, **embed)]
-        for i, w in enumerate(weights.layers):
+        sizes = {"bits": table.bits, "n": spec.hidden, "k": table.data.shape[1] * GROUP}
+        ops = [op("embed", factor=spec.embed_scale, **sizes, **embed)]
+        for i, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             ops += [
                 norm(w.attn_norm, w.qkv),
                 linear(w.qkv, qkv),
-                op("rope", i, out=qkv.data_ptr(), out_width=qkv.shape[1]),
+                heads(i, layer, w),
                 op("attend", i),
                 op("merge", i),
                 op("quantize", n=q_width, **before(w.out), input=attended.data_ptr(), in_width=q_width),
-                linear(w.out, x, add=True),
+                *residual(w.out, w.attn_post_norm),
                 norm(w.ffn_norm, w.gate_up),
                 linear(w.gate_up, gate_up),
-                op("silu", n=spec.ffn, **before(w.down), input=gate_up.data_ptr(), in_width=gate_up.shape[1]),
-                linear(w.down, x, add=True),
+                op(spec.activation, n=spec.ffn, **before(w.down), input=gate_up.data_ptr(), in_width=gate_up.shape[1]),
+                *residual(w.down, w.ffn_post_norm),
             ]
         ops += [norm(weights.norm, weights.head, sampled=True), linear(weights.head, logits, sampled=True)]
         array = (kernels.Op * len(ops))(*ops)
@@ -144,9 +169,8 @@ class CompiledDecoder:
             attend=ctypes.pointer(self._attention.attend_job),
             write=ctypes.pointer(self._attention.write_job),
             x=kernels.Acts(codes.data_ptr(), scale.data_ptr(), total.data_ptr(), zero.data_ptr()),
-            cos=self._cos.data_ptr(),
-            sin=self._sin.data_ptr(),
             n_ops=len(ops),
+            eps=spec.norm_eps,
         )
         return _Space(rows, samples, logits, qkv, attended, program, held)
 

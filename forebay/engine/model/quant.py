@@ -1,13 +1,12 @@
-"""All of quantization: weights in 4, 7 or 8 bits, activations in 8, and the form in which the kernels read them.
+"""All of quantization: weights in 4 or 8 bits, activations in 8, and the form in which the kernels read them.
 
 Weights and activations share a scale in groups of 32 inputs. Groups of activations cost one multiply-add per group
 and lose 0.3 % of perplexity where one scale per row loses 5 % (docs/decisions/0005); groups of 4-bit weights are those
 of GGUF's Q4_0 and Q4_1, which are taken as they are.
 
-For weights in 7 and 8 bits both sides are spread (kernels/hadamard.py) in blocks of 8 before they are rounded. So the
-few large activations no longer take the bits of all that share their scale, and what is left of the loss is a quarter.
-The codes of Q4_0 and Q4_1 are still exact: 8 of them minus 8, spread, are integers from -64 to 56. So mode int8 keeps
-such weights in 7 bits, which are a third faster than 8 on a CPU without VNNI (docs/decisions/0007).
+Both sides are spread (kernels/hadamard.py) in blocks of 8. So the few large activations no longer take the bits of all
+that share their scale, and what is left of the loss is a quarter. Weights in 8 bits are rounded when they are spread;
+those in 4 are spread by the kernels as they are read, which is exact (docs/decisions/0007).
 """
 
 from __future__ import annotations
@@ -24,22 +23,21 @@ import torch.nn.functional as F
 from .. import kernels
 from ..kernels.hadamard import spread
 
-#: Values that share a scale; values that are spread together; the code in 7 bits that means 0; channels of one block;
-#: bytes of scales in a group of it.
+#: Values that share a scale; of them, values that are spread together: each fourth one; channels of one block; bytes
+#: of scales in a group of it.
 GROUP = 32
 SPREAD = 8
-ZERO = 64
 LANES = 16
 _HEAD = 64
 
-Bits = Literal[4, 7, 8]
+Bits = Literal[4, 8]
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A quantized weight [n, k], k a multiple of 32: ``codes`` 0..15 (4 bits), 0..127 (7 bits) or -128..127 (8 bits),
-    with float16 ``scale`` and ``offset`` [n, k / 32]. In 4 bits weight = scale * code + offset, in 8 bits
-    scale * spread(code) / 8 + offset, in 7 bits the same of code - 64."""
+    """A quantized weight [n, k], k a multiple of 32: ``codes`` 0..15 (4 bits) or -128..127 (8 bits), with float16
+    ``scale`` and ``offset`` [n, k / 32]. In 4 bits weight = scale * code + offset, in 8 bits
+    scale * spread(code) / 8 + offset."""
 
     codes: npt.NDArray[np.int8]
     scale: npt.NDArray[np.float16]
@@ -50,23 +48,29 @@ class Codes:
         """The same rows in another order."""
         return Codes(self.codes[order], self.scale[order], self.offset[order], self.bits)
 
-    def widened(self, bits: Literal[7, 8]) -> Codes:
-        """4 bits in 7 or 8, exactly but for the rounding of the offset to float16. 8 bits stay as they are."""
-        if self.bits != 4:
+    def widened(self) -> Codes:
+        """4 bits in 8, exactly but for the rounding of the offset to float16."""
+        if self.bits == 8:
             return self
-        blocks = (self.codes - 8).reshape(len(self.codes), -1, SPREAD)
-        codes = (spread(torch.from_numpy(blocks), SPREAD) + (ZERO if bits == 7 else 0)).to(torch.int8).numpy()
+        groups = (self.codes - 8).reshape(len(self.codes), -1, GROUP)
+        codes = _spread(torch.from_numpy(groups)).to(torch.int8).numpy()
         offset = self.offset.astype(np.float32) + 8 * self.scale.astype(np.float32)
-        return Codes(codes.reshape(self.codes.shape), self.scale, offset.astype(np.float16), bits)
+        return Codes(codes.reshape(self.codes.shape), self.scale, offset.astype(np.float16), 8)
 
 
-def quantize(weight: npt.NDArray[np.float32], bits: Literal[4, 8]) -> Codes:
+def _spread(groups: torch.Tensor) -> torch.Tensor:
+    """Groups [..., 32] spread in float32, not scaled. Twice gives 8 times the same."""
+    blocks = groups.reshape(*groups.shape[:-1], SPREAD, GROUP // SPREAD).transpose(-1, -2)
+    return spread(blocks, SPREAD).transpose(-1, -2).flatten(-2)
+
+
+def quantize(weight: npt.NDArray[np.float32], bits: Bits) -> Codes:
     """``weight`` [n, k], rounded to nearest. 8 bits: spread, scale = largest / 127. 4 bits: scale and offset span the
     group."""
     n, k = weight.shape
     groups = np.pad(weight, ((0, 0), (0, -k % GROUP))).reshape(n, -1, GROUP)
     if bits == 8:
-        groups = spread(torch.from_numpy(groups), SPREAD).numpy()
+        groups = _spread(torch.from_numpy(groups)).numpy()
         scale = (np.abs(groups).max(-1) / 127).astype(np.float16)
         offset = np.zeros_like(scale)
     else:
@@ -155,27 +159,23 @@ class Packed:
             codes = codes.reshape(blocks, groups, 4, 1, 64)
             codes = torch.cat([codes & 15, codes >> 4], dim=-2).float()
         else:
-            codes = codes.contiguous().view(torch.int8).float() - (ZERO if self.bits == 7 else 0)
+            codes = codes.contiguous().view(torch.int8).float()
         values = codes.reshape(blocks, groups, 8, LANES, 4).permute(0, 3, 1, 2, 4).flatten(3)  # [.., 16, groups, 32]
-        if self.bits != 4:
-            values = spread(values, SPREAD) / SPREAD
+        if self.bits == 8:
+            values = _spread(values) / SPREAD
         lanes = scales.transpose(1, 2)[..., None]
         return (values * lanes[:, :LANES] + lanes[:, LANES:]).reshape(blocks * LANES, -1)
 
 
-def fake_quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Activations [rows, k] for weights of ``bits``, as 8 bits hold them, in float32: per group of 32, spread if the
-    weights are, the largest is 127; to nearest, ties to even. A group with a value that is not finite becomes NaN."""
+def fake_quantize(x: torch.Tensor) -> torch.Tensor:
+    """Activations [rows, k] as 8 bits hold them, in float32: per group of 32, spread, the largest is 127; to nearest,
+    ties to even. A group with a value that is not finite becomes NaN."""
     x = x.float()
-    groups = F.pad(x, (0, -x.shape[-1] % GROUP)).view(len(x), -1, GROUP)
-    if bits != 4:
-        groups = spread(groups, SPREAD)
+    groups = _spread(F.pad(x, (0, -x.shape[-1] % GROUP)).view(len(x), -1, GROUP))
     top = groups.abs().amax(-1, keepdim=True)
     by = torch.full_like(top, 127) / top  # (127 / top would be 127 * (1 / top), rounded twice)
     codes = (groups * torch.where(top > 0, by, 0)).round()
-    values = codes * (top / 127)
-    if bits != 4:
-        values = spread(values, SPREAD) / SPREAD
+    values = _spread(codes * (top / 127)) / SPREAD
     return values.flatten(1)[:, : x.shape[-1]]
 
 
@@ -189,7 +189,7 @@ class QuantLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out] in the dtype given."""
-        return F.linear(fake_quantize(x, self.packed.bits).to(self._dtype), self.packed.dequantize().to(self._dtype))
+        return F.linear(fake_quantize(x).to(self._dtype), self.packed.dequantize().to(self._dtype))
 
 
 def linear(packed: Packed, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from .quant import Packed
 log = logging.getLogger(__name__)
 
 #: Of what the file holds: one that other code has written is not read.
-VERSION = code_version(__file__, quant.__file__, sources.__file__)
+VERSION = code_version(__file__, quant.__file__, sources.__file__, str(Path(__file__).with_name("weights.py")))
 
 Kept = tuple[dict[str, Packed], dict[str, torch.Tensor]]
 

@@ -6,6 +6,7 @@ per layer and longer ones.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -55,7 +56,9 @@ class QuantEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """``qkv`` [(heads + 2 * kv heads) * dim, hidden], ``gate_up`` [2 * ffn, hidden], the rest as named."""
+    """``qkv`` [(heads + 2 * kv heads) * dim, hidden], ``gate_up`` [2 * ffn, hidden], the rest as named. ``qkv_bias``
+    [(heads + 2 * kv heads) * dim], ``q_norm`` and ``k_norm`` [dim], ``attn_post_norm`` and ``ffn_post_norm`` [hidden]
+    where the family has them."""
 
     attn_norm: torch.Tensor
     qkv: Linear
@@ -63,6 +66,11 @@ class LayerWeights:
     ffn_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    qkv_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    attn_post_norm: torch.Tensor | None = None
+    ffn_post_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,10 @@ class Weights:
 
     def n_bytes(self) -> int:
         linears = [self.head, *(p for w in self.layers for p in (w.qkv, w.out, w.gate_up, w.down))]
-        norms = [self.norm, *(p for w in self.layers for p in (w.attn_norm, w.ffn_norm))]
+        norms: list[torch.Tensor] = [
+            self.norm,
+            *(v for w in self.layers for name in _VECTORS if (v := getattr(w, name)) is not None),
+        ]
         return self.embed.n_bytes + sum(t.numel() * t.element_size() for t in norms) + sum(p.n_bytes for p in linears)
 
 
@@ -91,7 +102,24 @@ _LINEARS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+#: Everything of a layer that has one dimension.
+_VECTORS = ("attn_norm", "ffn_norm", "qkv_bias", "q_norm", "k_norm", "attn_post_norm", "ffn_post_norm")
+
+
+def _vectors(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Those that the family has -> the tensors that they are made of."""
+    found: dict[str, tuple[str, ...]] = {"attn_norm": ("input_layernorm.weight",)}
+    if spec.sandwich:
+        found["attn_post_norm"] = ("post_attention_layernorm.weight",)
+        found["ffn_norm"] = ("pre_feedforward_layernorm.weight",)
+        found["ffn_post_norm"] = ("post_feedforward_layernorm.weight",)
+    else:
+        found["ffn_norm"] = ("post_attention_layernorm.weight",)
+    if spec.qk_norm:
+        found |= {"q_norm": ("self_attn.q_norm.weight",), "k_norm": ("self_attn.k_norm.weight",)}
+    if spec.qkv_bias:
+        found["qkv_bias"] = tuple(f"{name}.bias" for name in _LINEARS["qkv"])
+    return found
 
 
 def load_weights(
@@ -148,7 +176,7 @@ def _assemble(
     layers = tuple(
         LayerWeights(
             **{name: linear(f"{i}.{name}") for name in _LINEARS},  # type: ignore[arg-type]
-            **{name: norms[f"{i}.{name}"].to(dtype).to(device) for name in _NORMS},  # type: ignore[arg-type]
+            **{name: norms[f"{i}.{name}"].to(dtype).to(device) for name in _vectors(spec)},  # type: ignore[arg-type]
         )
         for i in range(spec.n_layers)
     )
@@ -157,21 +185,20 @@ def _assemble(
 
 
 def _quantized(source: _Checked, spec: ModelSpec, mode: Mode) -> tuple[dict[str, Packed], dict[str, torch.Tensor]]:
-    """All linear layers packed, and the norms. What the file holds in 4 bits stays as it is, in mode int8 inside of 7;
+    """All linear layers packed, and the norms. What the file holds in 4 bits stays as it is in either mode;
     the embedding and the LM head never get less than 8 bits where the file does not have them so."""
     names = [f"{i}.{name}" for i in range(spec.n_layers) for name in _LINEARS]
-    packed = {name: _pack(source, source.parts(name), 4 if mode == "int4" else 8, mode) for name in names}
-    packed["head"] = _pack(source, source.parts("head"), 8, mode)
+    packed = {name: _pack(source, source.parts(name), 4 if mode == "int4" else 8) for name in names}
+    packed["head"] = _pack(source, source.parts("head"), 8)
     if source.untied:
-        packed["embed"] = _pack(source, ["model.embed_tokens.weight"], 8, mode)
+        packed["embed"] = _pack(source, ["model.embed_tokens.weight"], 8)
     return packed, source.norms()
 
 
-def _pack(source: _Checked, names: list[str], bits: Literal[4, 8], mode: Mode) -> Packed:
+def _pack(source: _Checked, names: list[str], bits: Literal[4, 8]) -> Packed:
     parts = [source.codes(name) or quantize(source.get(name).float().numpy(), bits) for name in names]
-    mixed = len({part.bits for part in parts}) > 1
-    if mixed or mode == "int8":
-        parts = [part.widened(8 if mixed else 7) for part in parts]
+    if len({part.bits for part in parts}) > 1:
+        parts = [part.widened() for part in parts]
     return Packed.of(join(parts), source.shapes[names[0]][1])
 
 
@@ -208,10 +235,13 @@ class _Checked:
         return [f"model.layers.{layer}.{part}.weight" for part in _LINEARS[of]]
 
     def norms(self) -> dict[str, torch.Tensor]:
-        """``norm``, ``<layer>.attn_norm``, ``<layer>.ffn_norm`` and, where the file has them, ``rope_factors``."""
-        norms = {"norm": self.get("model.norm.weight")}
+        """``norm``, ``<layer>.<vector>`` and, where the file has them, ``rope_factors``."""
+        plus = float(self._spec.norm_plus_one)
+        norms = {"norm": self.get("model.norm.weight").float() + plus}
         for i in range(self._spec.n_layers):
-            norms |= {f"{i}.{name}": self.get(f"model.layers.{i}.{theirs}.weight") for name, theirs in _NORMS.items()}
+            for name, theirs in _vectors(self._spec).items():
+                value = torch.cat([self.get(f"model.layers.{i}.{part}").float() for part in theirs])
+                norms[f"{i}.{name}"] = value + (plus if name.endswith("norm") else 0)
         if "rope_factors" in self._source.names():
             norms["rope_factors"] = self._source.get("rope_factors", (self._spec.head_dim // 2,)).float()
         return norms
@@ -228,14 +258,16 @@ def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for i in range(spec.n_layers):
         at = f"model.layers.{i}."
         shapes |= {
-            at + "input_layernorm.weight": (spec.hidden,),
             at + "self_attn.q_proj.weight": (q, spec.hidden),
             at + "self_attn.k_proj.weight": (kv, spec.hidden),
             at + "self_attn.v_proj.weight": (kv, spec.hidden),
             at + "self_attn.o_proj.weight": (spec.hidden, q),
-            at + "post_attention_layernorm.weight": (spec.hidden,),
             at + "mlp.gate_proj.weight": (spec.ffn, spec.hidden),
             at + "mlp.up_proj.weight": (spec.ffn, spec.hidden),
             at + "mlp.down_proj.weight": (spec.hidden, spec.ffn),
         }
+        widths = {"q_proj.bias": q, "k_proj.bias": kv, "v_proj.bias": kv}
+        widths |= {"q_norm.weight": spec.head_dim, "k_norm.weight": spec.head_dim}
+        for part in itertools.chain(*_vectors(spec).values()):
+            shapes[at + part] = (widths.get(part.removeprefix("self_attn."), spec.hidden),)
     return shapes

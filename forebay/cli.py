@@ -62,6 +62,33 @@ def pull(name: str, config: Path | None, **flags: str | None) -> None:
     click.echo(f"{name} is ready: forebay serve {name}")
 
 
+@main.command(cls=SettingsCommand)
+@click.argument("model", required=False)
+@click.option("--json", "as_json", is_flag=True, help="As JSON: name -> {value, origin}.")
+def config(model: str | None, as_json: bool, config: Path | None, **flags: str | None) -> None:
+    """Show every setting as `forebay serve` would take it, and where it was said; secrets are masked."""
+    from .commands.config import show
+    from .config import load_with_origins
+
+    show(*load_with_origins({"model": model, **flags}, file=config), as_json=as_json)
+
+
+@main.group()
+def key() -> None:
+    """API keys of tenants, for the table [keys] of forebay.toml."""
+
+
+@key.command()
+@click.option("--tenant", required=True, help="Whose key it is; tenants share no cached prompts.")
+@click.option("--name", help="The key's name in the file and in the log. [default: the tenant's]")
+@click.option("--class", "service_class", type=click.Choice(["interactive", "batch"]), default="interactive")
+def new(tenant: str, name: str | None, service_class: str) -> None:
+    """Make a key: prints it once, and the line with its hash for forebay.toml."""
+    from .commands.keys import new as make
+
+    make(tenant, name or tenant, service_class)
+
+
 @main.command()
 @click.option("--url", default=_URL, show_default=True, help="Server to talk to.")
 @click.option("--model", help="Model name; the server's first one if not given.")

@@ -1,7 +1,8 @@
 """Settings: one frozen object per room, read once, validated, never mutated.
 
 Order of precedence: flag > environment (``FOREBAY_*``) > file (``forebay.toml``) > default. Every flag is a key
-of the file and an environment variable under the same name; names are unique over all rooms.
+of the file and an environment variable under the same name; names are unique over all rooms. Only the file has the
+table ``[keys]``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -38,6 +39,10 @@ def parse_size(value: object) -> object:
 
 Size = Annotated[int | float, BeforeValidator(parse_size), Field(gt=0)]
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+
+
+def _strip(value: object) -> object:
+    return value.strip() if isinstance(value, str) else value
 
 
 class Room(BaseModel):
@@ -93,7 +98,8 @@ class ServerSettings(Room):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; others than loopback need --api-key.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    api_key: pydantic.SecretStr | None = Field(
+    # A header's value never begins or ends with white space, and a key that was read from a file often does.
+    api_key: Annotated[pydantic.SecretStr, BeforeValidator(_strip)] | None = Field(
         default=None, min_length=1, description="Key that clients must send as a bearer token."
     )
     default_max_tokens: int = Field(default=512, ge=1, description="Answer length when the request does not say.")
@@ -104,6 +110,9 @@ class ServerSettings(Room):
         default=10.0, gt=0, description="Seconds of silence before a stream gets a comment frame."
     )
     reader_timeout: float = Field(default=30.0, gt=0, description="Seconds a client may stop reading before it is cut.")
+    head_timeout: float = Field(default=10.0, gt=0, description="Seconds a client gets to send a request's head.")
+    body_timeout: float = Field(default=20.0, gt=0, description="Seconds a client gets to send a request's body.")
+    max_connections: int = Field(default=4096, ge=1, le=1_000_000, description="Open connections; more are refused.")
     max_body: Bytes = Field(default=8 * 2**20, description="Largest request body, in bytes.")
     max_messages: int = Field(default=2048, ge=1, description="Most messages in one request.")
     drain_timeout: float = Field(default=25.0, ge=0, description="Seconds open requests get to finish at shutdown.")
@@ -125,13 +134,36 @@ class PathSettings(Room):
     )
 
 
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class KeySettings(Room):
+    """One entry of the file's table ``[keys]``: whose key it is, and the SHA-256 of it in hex, never the key."""
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tenant: Name
+    service_class: Literal["interactive", "batch"] = Field(default="interactive", alias="class")
+
+
 class Settings(Room):
-    """All rooms together, as the command line sees them."""
+    """All rooms together, as the command line sees them; ``keys`` by name."""
 
     paths: PathSettings = PathSettings()
     engine: EngineSettings = EngineSettings()
     admission: AdmissionSettings = AdmissionSettings()
     server: ServerSettings = ServerSettings()
+    keys: dict[Name, KeySettings] = {}
+
+    @pydantic.field_validator("keys")
+    @classmethod
+    def _distinct(cls, keys: dict[Name, KeySettings]) -> dict[Name, KeySettings]:
+        if len({key.sha256 for key in keys.values()}) < len(keys):
+            raise ValueError("two names have the same sha256; a key belongs to one")
+        return keys
+
+    @property
+    def needs_key(self) -> bool:
+        return self.server.api_key is not None or bool(self.keys)
 
     @property
     def max_queue(self) -> int:
@@ -161,6 +193,12 @@ def _known(name: str, origin: str) -> str:
     return key
 
 
+class _Found(NamedTuple):
+    value: Any
+    kind: str
+    where: str
+
+
 def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
@@ -168,30 +206,43 @@ def load(
 ) -> Settings:
     """Merge all sources into one Settings. Raises SettingsError. A missing ``file`` is an error only if named;
     without a name, ``forebay.toml`` in the current folder is read where it exists."""
+    return load_with_origins(flags, environ, file)[0]
+
+
+def load_with_origins(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> tuple[Settings, dict[str, str]]:
+    """As ``load``, and where each setting that is not at its default was said: ``environment FOREBAY_PORT``. What the
+    file's table ``[keys]`` says is under ``keys``."""
     environ = os.environ if environ is None else environ
-    values: dict[str, tuple[Any, str]] = {}
+    found: dict[str, _Found] = {}
     if file is None and Path("forebay.toml").is_file():
         file = Path("forebay.toml")
+    keys: Any = {}
     if file is not None:
         try:
             table = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SettingsError(f"cannot read {file}: {error}", param="config") from error
-        values.update({_known(key, str(file)): (value, str(file)) for key, value in table.items()})
+        keys = table.pop("keys", {})
+        found |= {_known(key, str(file)): _Found(value, "file", str(file)) for key, value in table.items()}
     for variable, value in environ.items():
         if variable.startswith("FOREBAY_") and variable not in RESERVED:
-            values[_known(variable.removeprefix("FOREBAY_").lower(), "the environment")] = (value, variable)
+            name = _known(variable.removeprefix("FOREBAY_").lower(), "the environment")
+            found[name] = _Found(value, "environment", variable)
     for key, value in (flags or {}).items():
         if value is not None:
-            values[_known(key, "the command line")] = (value, "--" + key.replace("_", "-"))
+            found[_known(key, "the command line")] = _Found(value, "flag", "--" + key.replace("_", "-"))
     rooms: dict[str, Room] = {}
     for room, cls in ROOMS.items():
         try:
-            rooms[room] = cls(**{k: v for k, (v, _) in values.items() if NAMES[k] == room})
+            rooms[room] = cls(**{name: item.value for name, item in found.items() if NAMES[name] == room})
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
-            raise SettingsError(f"{values[name][1]}: {name}: {first['msg']}", param=name) from None
+            raise SettingsError(f"{found[name].where}: {name}: {first['msg']}", param=name) from None
     engine = rooms["engine"]
     if isinstance(engine, EngineSettings) and engine.token_budget < engine.max_batch:
         raise SettingsError(
@@ -199,7 +250,13 @@ def load(
             "that runs gets a token in each step",
             param="token_budget",
         )
-    return Settings(**rooms)  # type: ignore[arg-type]
+    try:
+        settings = Settings(**rooms, keys=keys)  # type: ignore[arg-type]
+    except pydantic.ValidationError as error:  # of the keys: the rooms are valid by now
+        first = error.errors(include_url=False)[0]
+        raise SettingsError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}", param="keys") from None
+    origins = {name: f"{item.kind} {item.where}" for name, item in found.items()}
+    return settings, origins | ({"keys": f"file {file}"} if keys else {})
 
 
 #: Environment variables that are no settings: where the settings are.

@@ -18,7 +18,7 @@ The error tree (a foreign error is mapped to one of these at the border of its r
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
@@ -122,6 +122,8 @@ class ChatRequest:
 
     ``max_tokens`` None means as many as the context allows. ``temperature`` 0 is greedy; ``top_k`` 0 and
     ``top_p`` 1 are off. ``seed`` None: the backend draws one. ``salt`` separates prefix caches (one per tenant).
+    ``logit_bias`` maps token ids to what is added to their logits. No text of ``bad_words`` is generated, neither as it
+    is nor after a space, in the tokens that it is usually written in.
     """
 
     messages: tuple[Message, ...]
@@ -135,6 +137,12 @@ class ChatRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     salt: str = ""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +219,14 @@ class ModelCard:
     summary: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids, and how the vocabulary writes each."""
+
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+
+
 class Backend(Protocol):
     """What the server needs of an engine, local or upstream. Entered once for its whole life."""
 
@@ -223,6 +239,17 @@ class Backend(Protocol):
 
     async def prepare(self, request: ChatRequest, resume: object | None = None) -> Prepared:
         """Template, tokenize, check against the limits. Raises InvalidRequest / ContextTooLong."""
+        ...
+
+    async def tokenize(
+        self, source: str | tuple[Message, ...], *, bos: bool = True, generation_prompt: bool = True
+    ) -> Tokens:
+        """Plain text (``bos``: with a BOS in front where the model wants one), or messages through the template
+        (``generation_prompt``: up to where an answer begins). Raises InvalidRequest / ContextTooLong."""
+        ...
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, all within the vocabulary. Special tokens have none; half a character is dropped."""
         ...
 
     def open(

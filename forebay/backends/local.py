@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -25,8 +25,10 @@ from ..contract import (
     ForebayError,
     InvalidRequest,
     Load,
+    Message,
     ModelCard,
     Prepared,
+    Tokens,
     Usage,
 )
 from ..engine.client import EngineClient, Stream
@@ -103,10 +105,10 @@ class LocalBackend:
             raise ContextTooLong(
                 f"the messages have {size} characters; the context holds {limit} tokens", param="messages"
             )
-        if size > THREAD_FROM:
-            ids = await asyncio.to_thread(self._template.encode, self._tokenizer, request.messages)
+        if size + sum(map(len, request.bad_words)) > THREAD_FROM:
+            ids, bad_words = await asyncio.to_thread(self._encode, request)
         else:
-            ids = self._template.encode(self._tokenizer, request.messages)
+            ids, bad_words = self._encode(request)
         room = limit - len(ids)
         if room < 1:
             raise ContextTooLong(
@@ -134,9 +136,56 @@ class LocalBackend:
             seed=_seed(request),
             stop_ids=sorted({*request.stop_token_ids, *(() if request.ignore_eos else self._meta.eos_ids)}),
             salt=request.salt,
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            frequency_penalty=request.frequency_penalty,
+            presence_penalty=request.presence_penalty,
+            logit_bias={id: bias for id, bias in sorted(request.logit_bias.items()) if bias},
+            bad_words=bad_words,
         )
         key = hashlib.sha256(msgspec.msgpack.encode((self._fingerprint, spec, request.stop))).digest()
         return Prepared(len(ids), key, _Order(spec, request.stop))
+
+    def _encode(self, request: ChatRequest) -> tuple[list[int], list[list[int]]]:
+        """The prompt, and the sequences of ids that bad words are written in: as they are, and with one space before.
+        (Text of several tokens can be written in others; those are not looked for.)"""
+        ids = self._template.encode(self._tokenizer, request.messages)
+        words = set()
+        for word in request.bad_words:
+            bare = word.lstrip() or word
+            for text in (bare, " " + bare):
+                # Encoded as a piece after another: answers go on inside a text, where no tokenizer adds a space itself.
+                words.add(tuple(self._tokenizer.encode_pieces([0, text])[1:]))
+        return ids, [list(word) for word in sorted(words) if word]
+
+    async def tokenize(
+        self, source: str | tuple[Message, ...], *, bos: bool = True, generation_prompt: bool = True
+    ) -> Tokens:
+        limit = self.card.max_context
+        if isinstance(source, str):
+            param, size = "prompt", len(source)
+        else:
+            param, size = "messages", sum(len(message.content) for message in source)
+        if size > CHARS_PER_TOKEN * limit:
+            raise ContextTooLong(f"{param}: {size} characters; the context holds {limit} tokens", param=param)
+
+        def work() -> Tokens:
+            if isinstance(source, str):
+                ids = self._tokenizer.encode(source, specials=False)
+                if bos and self._meta.add_bos and self._meta.bos_id is not None:
+                    ids.insert(0, self._meta.bos_id)
+            else:
+                ids = self._template.encode(self._tokenizer, source, answer=generation_prompt)
+            return Tokens(tuple(ids), tuple(map(self._tokenizer.token_text, ids)))
+
+        return await asyncio.to_thread(work) if size > THREAD_FROM else work()
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        def work() -> str:
+            detokenizer = Detokenizer(self._tokenizer)
+            return detokenizer.push(ids) + detokenizer.finish()
+
+        return await asyncio.to_thread(work) if len(ids) > THREAD_FROM else work()
 
     @asynccontextmanager
     async def open(self, prepared: Prepared, *, deadline: float | None = None) -> AsyncIterator[AsyncIterator[Delta]]:

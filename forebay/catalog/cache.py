@@ -85,7 +85,7 @@ def cache_dir(files: ModelFiles) -> Path | None:
             log.info("%s has changed since the start: nothing of it is kept", files.path)
             return None
         root = files.cache.parent
-        root.parent.mkdir(parents=True, exist_ok=True)
+        root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (root, files.cache):
             folder.mkdir(mode=0o700, exist_ok=True)
     except (OSError, Unsupported) as error:

@@ -34,6 +34,7 @@ def pull(name: str, data_dir: Path, *, verify: bool = False) -> ModelFiles:
     target = entry.path(name, data_dir)
     if not _present(target, entry, verify):
         try:
+            data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             # In the models folder: os.replace is atomic only within one filesystem.
             with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent.parent) as folder:

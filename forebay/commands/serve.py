@@ -7,6 +7,7 @@ import ipaddress
 import json
 import logging
 import math
+import resource
 import shlex
 import signal
 import socket
@@ -17,17 +18,17 @@ from typing import Self
 import click
 import uvicorn
 from rich.console import Console
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .. import __version__, catalog
 from ..backends.local import LocalBackend
-from ..config import ServerSettings, Settings, SettingsError
+from ..config import Settings, SettingsError
 from ..contract import ForebayError, NotFound
 from ..server import log
 from ..server.app import create_app
+from ..server.http import protocol
 
 _BACKLOG = 2048
-_MAX_HEAD = 64 * 2**10
+_OWN_FILES = 256  # open besides the connections: model files, pipes, what is dropped at once
 
 
 def run(settings: Settings) -> int:
@@ -38,10 +39,11 @@ def run(settings: Settings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        check_exposure(settings.server)
+        check_exposure(settings)
         # First of all: a port that is taken should not be found out after a download.
         with bind(settings.server.host, settings.server.port) as listener:
             log.configure(settings.server)
+            allow_files(settings.server.max_connections)
             backend = _Backend(_files(settings), settings)
             _Server(backend, settings, listener).run(sockets=[listener])
     except KeyboardInterrupt:
@@ -63,16 +65,17 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def check_exposure(settings: ServerSettings) -> None:
+def check_exposure(settings: Settings) -> None:
     """Refuse to be open to the network without a key. Names other than localhost count as open: who knows what
     they resolve to tomorrow."""
     try:
-        loopback = ipaddress.ip_address(settings.host).is_loopback
+        loopback = ipaddress.ip_address(settings.server.host).is_loopback
     except ValueError:
-        loopback = settings.host == "localhost"
-    if not loopback and settings.api_key is None:
+        loopback = settings.server.host == "localhost"
+    if not loopback and not settings.needs_key:
         raise SettingsError(
-            f"{settings.host} is open to the network: set --api-key (or FOREBAY_API_KEY), or listen on 127.0.0.1",
+            f"{settings.server.host} is open to the network: set --api-key (or FOREBAY_API_KEY), make keys with "
+            "`forebay key new`, or listen on 127.0.0.1",
             param="host",
         )
 
@@ -95,6 +98,19 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def allow_files(connections: int) -> None:
+    """Raise this process's limit of open files so far that ``connections`` fit, or as far as it may."""
+    wanted = connections + _OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        logging.getLogger("forebay.server").warning(
+            "the system allows %d open files: too few for max_connections %d", hard, connections
+        )
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _files(settings: Settings) -> catalog.ModelFiles:
     """The model's files; a catalog name that is not here yet is pulled."""
     model, data_dir = settings.paths.model, settings.paths.data_dir
@@ -105,30 +121,6 @@ def _files(settings: Settings) -> catalog.ModelFiles:
             raise
         click.echo(f"{model} is not here yet: pulling it into {data_dir}")
         return catalog.pull(model, data_dir)
-
-
-class _Http(HttpToolsProtocol):
-    """uvicorn's parser has no limit of its own on headers; without one, a client could fill the memory with them."""
-
-    _head = 0
-    _in_head = True
-
-    def on_message_begin(self) -> None:
-        self._head, self._in_head = 0, True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._head += len(data) if self._in_head else 0
-        if self._head > _MAX_HEAD and self._in_head and not self.transport.is_closing():
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-            )
-            self.transport.close()
 
 
 class _Backend(LocalBackend):
@@ -154,7 +146,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 self._app,
                 loop="uvloop",
-                http=_Http,
+                http=protocol(settings.server),
                 ws="none",
                 lifespan="on",
                 backlog=_BACKLOG,
@@ -183,15 +175,15 @@ class _Server(uvicorn.Server):
     async def _announce(self) -> None:
         try:
             await self._backend.wait_ready()
-            summary(self._backend, self._settings.server, self._port, time.monotonic() - self._start)
+            summary(self._backend, self._settings, self._port, time.monotonic() - self._start)
         except Exception as error:
             self._backend.failure = error
             self.should_exit = True
 
 
-def summary(backend: LocalBackend, settings: ServerSettings, port: int, seconds: float) -> None:
+def summary(backend: LocalBackend, settings: Settings, port: int, seconds: float) -> None:
     """What runs where, and a first request to paste."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)  # noqa: S104
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.server.host, settings.server.host)  # noqa: S104
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     card = backend.card
     rows = {"model": card.id, **card.summary, "address": url, "ready after": f"{seconds:.1f} s"}
@@ -200,7 +192,7 @@ def summary(backend: LocalBackend, settings: ServerSettings, port: int, seconds:
     console.print(f"Forebay {__version__} is ready", style="bold")
     for name, value in rows.items():
         console.print(f"  {name:{width}}  {value}")
-    console.print(f"\nTry it:\n\n{first_request(url, card.id, with_key=settings.api_key is not None)}\n")
+    console.print(f"\nTry it:\n\n{first_request(url, card.id, with_key=settings.needs_key)}\n")
     console.file.flush()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -15,12 +16,14 @@ from .. import __version__
 from ..admission.gate import Gate
 from ..config import Settings
 from ..contract import Backend
-from .auth import Auth
+from .auth import Auth, callers
+from .body import SCHEMA_REF, json_body
 from .border import Border
 from .errors import error_response, from_exception
 from .metrics import Metrics
-from .routes import chat, health, models
+from .routes import chat, health, models, tokens
 from .schemas import ChatCompletionRequest
+from .tokens import DetokenizeRequest, TokenizeRequest
 
 
 def create_app(backend: Backend, settings: Settings) -> FastAPI:
@@ -43,17 +46,19 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
     app.state.backend = backend
     app.state.settings = settings
     app.state.draining = False
+    app.state.tokenizing = 0
 
     def get(path: str, endpoint: Any) -> None:
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
 
-    app.add_api_route(
-        "/v1/chat/completions",
-        chat.create_chat_completion,
-        methods=["POST"],
-        response_model=None,
-        openapi_extra=chat.OPENAPI,
-    )
+    def post(path: str, endpoint: Any, schema: type[BaseModel]) -> None:
+        app.add_api_route(
+            path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": json_body(schema)}
+        )
+
+    post("/v1/chat/completions", chat.create_chat_completion, ChatCompletionRequest)
+    post("/tokenize", tokens.tokenize, TokenizeRequest)
+    post("/detokenize", tokens.detokenize, DetokenizeRequest)
     get("/v1/models", models.list_models)
     get("/v1/models/{model_id:path}", models.get_model)
     get("/health", health.health)
@@ -62,8 +67,8 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
 
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _http_error)
-    if settings.server.api_key is not None:
-        app.add_middleware(Auth, routes=app.router.routes, key=settings.server.api_key.get_secret_value())
+    if settings.needs_key:
+        app.add_middleware(Auth, routes=app.router.routes, known=callers(settings))
     app.add_middleware(Border)  # added last: outermost
     return app
 
@@ -77,11 +82,12 @@ async def _http_error(_request: Request, error: Exception) -> Response:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document with the request schema, which it cannot see: the handler parses the body itself."""
+    """FastAPI's document with the request schemas, which it cannot see: the handlers parse the bodies themselves."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schema = ChatCompletionRequest.model_json_schema(ref_template=chat.SCHEMA_REF)
-        schemas = {**schema.pop("$defs", {}), ChatCompletionRequest.__name__: schema}
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for kind in (ChatCompletionRequest, TokenizeRequest, DetokenizeRequest):
+            schema = kind.model_json_schema(ref_template=SCHEMA_REF)
+            schemas.update({**schema.pop("$defs", {}), kind.__name__: schema})
         app.openapi_schema = document
     return app.openapi_schema

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import errors
+from .auth import caller_of
 
 _log = logging.getLogger("forebay.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -38,6 +39,13 @@ class RequestRecord:
 def record_of(scope: Scope) -> RequestRecord:
     record: RequestRecord = scope[_KEY]
     return record
+
+
+def closed_early(scope: Mapping[str, object], status: int) -> None:
+    """Have the access line show ``status``: the server has answered where the app saw only a client go."""
+    record = scope.get(_KEY)
+    if isinstance(record, RequestRecord):
+        record.status = status
 
 
 class Border:
@@ -97,6 +105,7 @@ def _log_access(scope: Scope, record: RequestRecord, seconds: float) -> None:
         "ms": round(seconds * 1000, 1),
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,
+        "key": caller_of(scope).name or None,
         "request_id": record.id,
     }
     # Probes and scrapes come every second and say nothing while all is well.

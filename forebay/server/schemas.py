@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -28,7 +29,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -36,19 +36,15 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "metadata": ({},),
-    "min_p": (0, 0.0),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0, 0.0),
     "priority": (0,),
     "prompt_cache_key": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
@@ -119,6 +115,25 @@ def _join_parts(content: object) -> object:
     return "\n".join(texts)
 
 
+#: Entries of logit_bias, and what a token id looks like as the key of a JSON object.
+MAX_BIASES = 300
+_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+def _biases(entries: object) -> object:
+    """``{"<token id>": bias}`` with the ids as integers. Its errors name the whole field: a key may be anything."""
+    if not isinstance(entries, dict):
+        return entries
+    if len(entries) > MAX_BIASES:
+        raise ValueError(f"{len(entries)} entries; at most {MAX_BIASES} are taken")
+    for id, bias in entries.items():
+        if not _ID.fullmatch(id):
+            raise ValueError(f"{id[:16]!r} is not a token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {id} must be a number from -100 to 100")
+    return {int(id): float(bias) for id, bias in entries.items()}
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
@@ -136,18 +151,26 @@ class ChatMessage(_Strict):
     def _neutral(cls, fields: object) -> object:
         return _drop_neutral(fields, NEUTRAL_IN_MESSAGE) if isinstance(fields, dict) else fields
 
+    def plain(self) -> Message:
+        return Message("system" if self.role == "developer" else self.role, self.content, self.name)
+
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
-StopString = Annotated[Text, Field(min_length=1, max_length=256)]
+ShortText = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
-class ChatCompletionRequest(_Strict):
-    """Fields of POST /v1/chat/completions. null means the default everywhere but in model and messages."""
+class ForModel(_Strict):
+    """What every request has."""
 
     model: str = Field(description="The id that /v1/models lists.")
+
+
+class ChatCompletionRequest(ForModel):
+    """Fields of POST /v1/chat/completions. null means the default everywhere but in model and messages."""
+
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Longest answer, in tokens.")
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
@@ -156,9 +179,17 @@ class ChatCompletionRequest(_Strict):
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default: the model's own, or 1.")
     top_p: float | None = Field(None, gt=0, le=1, description="Default: the model's own, or 1.")
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 and -1 are off. Default: the model's own, or 0.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens less likely than this times the likeliest. 0: off.")
+    repetition_penalty: float = Field(1.0, gt=0, le=2, description="On tokens of prompt and answer, as vLLM. 1 is off.")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="Per time that the token is in the answer.")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="Once the token is in the answer.")
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])] = Field(
+        {}, description="Up to 300 of {token id: from -100 to 100}, added to the tokens' logits."
+    )
+    bad_words: list[ShortText] = Field([], max_length=128, description="Not generated, nor with a space before.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
-        list[StopString],
+        list[ShortText],
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop, json_schema_input_type=str | list[str]),
         Field(max_length=16),
     ] = Field([], description="A string or a list of up to 16; the answer ends before the first that appears.")
@@ -168,6 +199,9 @@ class ChatCompletionRequest(_Strict):
     stream_options: StreamOptions | None = None
     user: Annotated[Text, Field(max_length=256)] = Field("", description="A label for your own use.")
     n: int = Field(1, ge=1, le=1, description="One answer only.")
+
+
+_Request = TypeVar("_Request", bound=ForModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +219,26 @@ class ChatCall:
 
 def parse_chat(body: bytes, card: ModelCard, settings: ServerSettings) -> ChatCall:
     """Raises InvalidRequest naming the field, or ModelNotFound."""
+    parsed = parse_body(body, ChatCompletionRequest, NEUTRAL, {"messages": settings.max_messages}, card)
+    return _call_of(parsed, card, settings)
+
+
+def parse_body(
+    body: bytes,
+    kind: type[_Request],
+    neutral: Mapping[str, tuple[object, ...]],
+    most: Mapping[str, int],
+    card: ModelCard,
+) -> _Request:
+    """``body`` as a ``kind``; ``most`` maps a list's name to its longest length. Raises as ``parse_chat``."""
     literals: list[str] = []
     fields = _json_object(body, literals)
-    _check_names(fields)
-    _check_count(fields.get("messages"), settings.max_messages)
+    _check_names(fields, kind.model_fields.keys() | neutral.keys())
+    for name, limit in most.items():
+        _check_count(name, fields.get(name), limit)
     try:
-        fields = _drop_neutral(fields, NEUTRAL)
-        parsed = ChatCompletionRequest.model_validate({k: v for k, v in fields.items() if v is not None})
+        fields = _drop_neutral(fields, neutral)
+        parsed = kind.model_validate({k: v for k, v in fields.items() if v is not None})
     except _Unsupported as error:
         raise InvalidRequest(str(error), param=error.name) from None
     except pydantic.ValidationError as error:
@@ -202,7 +249,7 @@ def parse_chat(body: bytes, card: ModelCard, settings: ServerSettings) -> ChatCa
         raise ModelNotFound(
             f"the model {parsed.model[:128]!r} does not exist; this server has {card.id!r}", param="model"
         )
-    return _call_of(parsed, card, settings)
+    return parsed
 
 
 def _json_object(body: bytes, literals: list[str]) -> dict[str, Any]:
@@ -224,8 +271,7 @@ def _json_object(body: bytes, literals: list[str]) -> dict[str, Any]:
     return fields
 
 
-def _check_names(fields: dict[str, Any]) -> None:
-    known = ChatCompletionRequest.model_fields.keys() | NEUTRAL.keys()
+def _check_names(fields: dict[str, Any], known: Set[str]) -> None:
     for name in fields.keys() - known:
         shown = name[:64]
         near = difflib.get_close_matches(shown, sorted(known), n=1)
@@ -233,10 +279,10 @@ def _check_names(fields: dict[str, Any]) -> None:
         raise InvalidRequest(f"unknown field {shown!r}{hint}", param=shown)
 
 
-def _check_count(messages: object, limit: int) -> None:
+def _check_count(name: str, items: object, limit: int) -> None:
     # Before validation, which would first look at each of a million messages.
-    if isinstance(messages, list) and len(messages) > limit:
-        raise InvalidRequest(f"messages: {len(messages)} messages; at most {limit} are taken", param="messages")
+    if isinstance(items, list) and len(items) > limit:
+        raise InvalidRequest(f"{name}: {len(items)} {name}; at most {limit} are taken", param=name)
 
 
 def _call_of(parsed: ChatCompletionRequest, card: ModelCard, settings: ServerSettings) -> ChatCall:
@@ -250,12 +296,14 @@ def _call_of(parsed: ChatCompletionRequest, card: ModelCard, settings: ServerSet
         if token >= card.vocab_size:
             param = f"stop_token_ids.{i}"
             raise InvalidRequest(f"{param}: must be less than the vocabulary's size {card.vocab_size}", param=param)
+    if (highest := max(parsed.logit_bias, default=0)) >= card.vocab_size:
+        raise InvalidRequest(
+            f"logit_bias: token {highest} must be less than the vocabulary's size {card.vocab_size}", param="logit_bias"
+        )
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options: only with stream true", param="stream_options")
     request = ChatRequest(
-        messages=tuple(
-            Message("system" if m.role == "developer" else m.role, m.content, m.name) for m in parsed.messages
-        ),
+        messages=tuple(message.plain() for message in parsed.messages),
         max_tokens=max_tokens,
         min_tokens=parsed.min_tokens,
         temperature=card.sampling.temperature if parsed.temperature is None else parsed.temperature,
@@ -265,6 +313,12 @@ def _call_of(parsed: ChatCompletionRequest, card: ModelCard, settings: ServerSet
         stop=tuple(parsed.stop),
         stop_token_ids=tuple(parsed.stop_token_ids),
         ignore_eos=parsed.ignore_eos,
+        min_p=parsed.min_p,
+        repetition_penalty=parsed.repetition_penalty,
+        frequency_penalty=parsed.frequency_penalty,
+        presence_penalty=parsed.presence_penalty,
+        logit_bias=parsed.logit_bias,
+        bad_words=tuple(parsed.bad_words),
     )
     include_usage = parsed.stream_options is not None and bool(parsed.stream_options.include_usage)
     return ChatCall(request, asked is not None, parsed.stream, include_usage)

@@ -56,8 +56,10 @@ class ChatTemplate:
         bos_id = meta.bos_id if meta.add_bos else None
         return cls(meta.chat_template, bos=meta.bos_token, eos=meta.eos_token, bos_id=bos_id)
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], *, max_chars: int = MAX_CHARS) -> list[int]:
-        """Prompt ids of a conversation, up to where the assistant's next answer begins.
+    def encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True, max_chars: int = MAX_CHARS
+    ) -> list[int]:
+        """Prompt ids of a conversation; ``answer``: up to where the assistant's next answer begins.
 
         Raises InvalidRequest (param "messages") when the template refuses the messages or when the rendered text
         is longer than ``max_chars``.
@@ -72,7 +74,7 @@ class ChatTemplate:
                 fields["name"] = tokenizer.specials.shield(message.name, mark)
             shown.append(fields)
         pieces: list[str | int] = []
-        for piece in tokenizer.specials.split(self._render(shown, max_chars)):
+        for piece in tokenizer.specials.split(self._render(shown, answer, max_chars)):
             clean = piece if isinstance(piece, int) else piece.replace(mark, "")
             if clean != "":
                 pieces.append(clean)
@@ -97,12 +99,12 @@ class ChatTemplate:
         expected = before + tokenizer.encode_pieces([*before[-1:], answer.content])[1:]
         return after[: len(expected)] == expected
 
-    def _render(self, messages: list[dict[str, str]], max_chars: int) -> str:
+    def _render(self, messages: list[dict[str, str]], answer: bool, max_chars: int) -> str:
         parts, size = [], 0
         try:
             # Piece by piece, so that a template that loops is stopped at the limit.
             for part in self._template.generate(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._tokens
+                messages=messages, add_generation_prompt=answer, tools=None, documents=None, **self._tokens
             ):
                 parts.append(part)
                 size += len(part)

@@ -146,6 +146,10 @@ class Tokenizer:
         """The exact bytes that a token stands for: b"" for special tokens and for ids beyond the vocabulary."""
         return self._bytes[index] if 0 <= index < len(self._bytes) else b""
 
+    def token_text(self, index: int) -> str:
+        """How the vocabulary writes a token (``Ġthe``, ``<|im_end|>``): "" for ids beyond it."""
+        return self._inner.id_to_token(index) or ""
+
     def is_special(self, index: int) -> bool:
         return index in self._special
 

@@ -190,9 +190,26 @@ async def test_keys_tell_requests_apart(backend: LocalBackend) -> None:
 
     assert await key() == await key()
     others = [
-        await key(**{name: value}) for name, value in (("max_tokens", 4), ("stop", ("x",)), ("salt", "t"), ("top_k", 3))
+        await key(**{name: value})
+        for name, value in (
+            ("max_tokens", 4),
+            ("stop", ("x",)),
+            ("salt", "t"),
+            ("top_k", 3),
+            ("min_p", 0.5),
+            ("repetition_penalty", 1.5),
+            ("frequency_penalty", 0.5),
+            ("presence_penalty", 0.5),
+            ("logit_bias", {5: 1.0}),
+            ("logit_bias", {5: -1.0}),
+            ("bad_words", ("x",)),
+            ("bad_words", ("y",)),
+        )
     ]
-    assert len({await key(), *others}) == 5
+    assert len({await key(), *others}) == 1 + len(others)
+    biases = {5: 1.0, 3: -2.0}
+    assert await key(logit_bias=biases) == await key(logit_bias={3: -2.0, 9: 0.0, 5: 1.0})
+    assert await key(bad_words=("x", "y")) == await key(bad_words=("y", " x"))
     assert await key(seed=1) == await key(seed=2)  # greedy: the seed decides nothing
     hot = {"temperature": 1.0}
     assert await key(**hot) != await key(**hot)  # no seed: another draw each time

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,19 +14,22 @@ from typing import Any, Self
 import uvicorn
 from fastapi import FastAPI
 
-from forebay.config import AdmissionSettings, EngineSettings, ServerSettings, Settings
+from forebay.config import AdmissionSettings, EngineSettings, KeySettings, ServerSettings, Settings
 from forebay.contract import (
     ChatRequest,
     ContextTooLong,
     Delta,
     FinishReason,
     Load,
+    Message,
     ModelCard,
     Prepared,
     SamplingDefaults,
+    Tokens,
     Usage,
 )
 from forebay.server.app import create_app
+from forebay.server.http import protocol
 
 MODEL = "scripted"
 ANSWER = ("The ", "capital ", "of ", "France ", "is ", "Paris", ".")
@@ -69,6 +72,7 @@ class ScriptedBackend:
     ready: bool = True
     state: str = "ready"
     heartbeat_age: float = 0.0
+    tokenize_pause: float = 0.0
     max_context: int = 4096
     sampling: SamplingDefaults = SamplingDefaults()
     prepare_error: Exception | None = None
@@ -99,6 +103,21 @@ class ScriptedBackend:
         if n_tokens + (request.max_tokens or 1) > self.max_context:
             raise ContextTooLong("too long", param="messages")
         return Prepared(n_tokens, hashlib.sha256(repr(request).encode()).digest(), request)
+
+    async def tokenize(
+        self, source: str | tuple[Message, ...], *, bos: bool = True, generation_prompt: bool = True
+    ) -> Tokens:
+        """One token per word, its length; "<s>" and "<answer>" where they are asked for."""
+        if isinstance(source, str):
+            words = [*(["<s>"] if bos else []), *source.split()]
+        else:
+            words = " ".join(f"<{m.role}> {m.content}" for m in source).split()
+            words += ["<answer>"] if generation_prompt else []
+        await asyncio.sleep(self.tokenize_pause)
+        return Tokens(tuple(map(len, words)), tuple(words))
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join("x" * i for i in ids)
 
     @asynccontextmanager
     async def open(self, prepared: Prepared, *, deadline: float | None = None) -> AsyncIterator[AsyncIterator[Delta]]:
@@ -157,16 +176,28 @@ class _Uvicorn(uvicorn.Server):
 
 @asynccontextmanager
 async def served(
-    backend: ScriptedBackend, *, max_queue: int = 8, queue_timeout: float = 10.0, **server: Any
+    backend: ScriptedBackend,
+    *,
+    max_queue: int = 8,
+    queue_timeout: float = 10.0,
+    keys: Mapping[str, KeySettings] | None = None,
+    **server: Any,
 ) -> AsyncIterator[Served]:
     settings = Settings(
         engine=EngineSettings(),
         admission=AdmissionSettings(max_queue=max_queue, queue_timeout=queue_timeout),
         server=ServerSettings(**server),
+        keys=dict(keys or {}),
     )
     app = create_app(backend, settings)
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_config=None, access_log=False, timeout_graceful_shutdown=2
+        app,
+        host="127.0.0.1",
+        port=0,
+        http=protocol(settings.server),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=2,
     )
     server_ = _Uvicorn(config)
     task = asyncio.create_task(server_.serve())

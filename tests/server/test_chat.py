@@ -145,9 +145,13 @@ async def test_request_reaches_the_backend_as_sent(client: httpx.AsyncClient, se
         tools=[],
         tool_choice="auto",
         response_format={"type": "text"},
-        presence_penalty=0.0,
         logprobs=False,
-        logit_bias=None,
+        min_p=0.1,
+        repetition_penalty=2,
+        frequency_penalty=-2,
+        presence_penalty=0.5,
+        logit_bias={"999": -100, "0": 0.5},
+        bad_words=["one", " two"],
     )
     response = await client.post("/v1/chat/completions", json=sent)
     assert response.status_code == 200, response.text
@@ -162,8 +166,29 @@ async def test_request_reaches_the_backend_as_sent(client: httpx.AsyncClient, se
             stop=("END",),
             stop_token_ids=(999,),
             ignore_eos=True,
+            min_p=0.1,
+            repetition_penalty=2.0,
+            frequency_penalty=-2.0,
+            presence_penalty=0.5,
+            logit_bias={999: -100.0, 0: 0.5},
+            bad_words=("one", " two"),
         )
     ]
+
+
+async def test_null_and_values_that_change_nothing_are_the_default(client: httpx.AsyncClient, server: Served) -> None:
+    fields: dict[str, Any] = {
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "bad_words": [],
+    }
+    for more in ({}, fields, dict.fromkeys(fields)):
+        assert (await client.post("/v1/chat/completions", json=body(**more))).status_code == 200
+    first, *others = server.backend.requests
+    assert others == [first] * 2
 
 
 async def test_what_a_request_does_not_say_the_model_recommends() -> None:

@@ -18,6 +18,7 @@ import pytest
 from product import Product, body, frames, metrics, product, words
 
 from forebay.catalog import ModelFiles
+from forebay.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 CHAT = "/v1/chat/completions"
@@ -133,6 +134,51 @@ async def test_seed_and_temperature(http: httpx.AsyncClient) -> None:
     one = await answer(http, "Tell me a story.", seed=7, **hot)
     others = await asyncio.gather(*(answer(http, "Tell me a story.", seed=7 + i % 2, **hot) for i in range(6)))
     assert [other == one for other in others] == [True, False] * 3
+
+
+async def test_sampling_parameters_through_the_official_client(
+    served: Product, http: httpx.AsyncClient, demo_tokenizer: Tokenizer
+) -> None:
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+
+        async def said(text: str, **more: Any) -> str:
+            whole = await client.chat.completions.create(**body(text, **more))
+            return whole.choices[0].message.content or ""
+
+        (paris,) = demo_tokenizer.encode(" Paris", specials=False)
+        forced = await said("Say something.", logit_bias={str(paris): 100}, max_tokens=5)
+        assert forced == " Paris" * 5
+        assert "Paris" in await said("What is the capital of France?")
+        assert "Paris" not in await said("What is the capital of France?", logit_bias={str(paris): -100})
+
+        asked = "What is the capital of France?"
+        for word in ("Paris", " Paris", "capital of"):
+            assert word.strip() in await said(asked)
+            assert word.strip() not in await said(asked, extra_body={"bad_words": [word]})
+
+        def repeats(text: str) -> float:
+            return 1 - len(set(text.split())) / len(text.split())
+
+        asked, length = (
+            "Count from one to ten, again and again.",
+            {"max_tokens": 150, "extra_body": {"ignore_eos": True}},
+        )
+        plain = repeats(await said(asked, **length))
+        assert repeats(await said(asked, presence_penalty=2, **length)) < plain
+        assert repeats(await said(asked, frequency_penalty=2, **length)) < plain
+
+        with pytest.raises(openai.BadRequestError) as caught:
+            await said("hi", logit_bias={"49152": 1})
+        assert caught.value.param == "logit_bias"
+    # A crowd with other parameters around it changes nothing for a seeded draw (law 9).
+    hot = {"temperature": 1.0, "seed": 3, "min_p": 0.05, "repetition_penalty": 1.2, "max_tokens": 24}
+    alone = await answer(http, "Tell me a story.", **hot)
+    others = [{"presence_penalty": 1.0}, {"bad_words": ["the"]}, {"logit_bias": {str(paris): 5}}, {}] * 2
+    crowd = await asyncio.gather(
+        answer(http, "Tell me a story.", **hot),
+        *(answer(http, words(20, i), temperature=1.0, seed=i, **more) for i, more in enumerate(others)),
+    )
+    assert crowd[0] == alone
 
 
 async def first_token(http: httpx.AsyncClient, messages: list[dict[str, str]]) -> tuple[float, str, dict[str, Any]]:

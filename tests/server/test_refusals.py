@@ -82,10 +82,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": 0}, "logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"presence_penalty": False}, "presence_penalty"),
-    ({"frequency_penalty": -0.5}, "frequency_penalty"),
+    *(({"min_p": v}, "min_p") for v in (-0.01, 1.01, "0.1", True, [], {}, 10**400)),
+    *(({"repetition_penalty": v}, "repetition_penalty") for v in (0, -1, 2.01, "1", True, [], 10**400)),
+    *(({f: v}, f) for f in ("frequency_penalty", "presence_penalty") for v in (-2.01, 2.01, "0", False, [], 10**400)),
+    *(({"logit_bias": {"5": v}}, "logit_bias") for v in (-100.1, 101, "1", True, None, [], 10**400)),
+    *(
+        ({"logit_bias": {k: 1}}, "logit_bias")
+        for k in ("1000", "9999999999", "9" * 5000, "-1", "05", "1.0", " 1", "\u0661", "", "x" * 10_000, "\ud800")
+    ),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+    *(({"logit_bias": v}, "logit_bias") for v in ([], [[5, 1]], "5", 5, True)),
+    ({"bad_words": [""]}, "bad_words.0"),
+    ({"bad_words": ["a", 5]}, "bad_words.1"),
+    ({"bad_words": ["a", None]}, "bad_words.1"),
+    ({"bad_words": ["x" * 257]}, "bad_words.0"),
+    ({"bad_words": ["\ud800"]}, "bad_words.0"),
+    ({"bad_words": ["a"] * 129}, "bad_words"),
+    *(({"bad_words": v}, "bad_words") for v in ("a", 5, {"a": 1}, True)),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"store": True}, "store"),
     ({"metadata": {"a": "b"}}, "metadata"),
@@ -93,7 +106,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
-    ({"min_p": 0.1}, "min_p"),
     ({"unknown": None}, "unknown"),
     ({"\ud800": 1}, "\\ud800"),
 ]
@@ -126,10 +138,14 @@ async def test_bad_fields_are_named(client: httpx.AsyncClient, server: Served) -
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 async def test_numbers_that_are_none(client: httpx.AsyncClient, literal: str) -> None:
-    for field in ("temperature", "top_p", "presence_penalty", "seed", "stop", "metadata"):
+    numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
+    for field in (*numbers, "logit_bias", "bad_words", "stop", "metadata"):
         raw = json.dumps(body())[:-1] + f', "{field}": {literal}}}'
         response = await client.post(CHAT, content=raw)
         assert (response.status_code, error_of(response)["param"]) == (400, field)
+    raw = json.dumps(body())[:-1] + f', "logit_bias": {{"5": {literal}}}}}'
+    response = await client.post(CHAT, content=raw)
+    assert (response.status_code, error_of(response)["param"]) == (400, "logit_bias")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +173,7 @@ async def test_not_json(client: httpx.AsyncClient, raw: bytes) -> None:
 
 
 async def test_deep_values_in_known_and_unknown_places(client: httpx.AsyncClient) -> None:
-    for field in ("messages", "metadata", "stop"):
+    for field in ("messages", "metadata", "stop", "logit_bias", "bad_words"):
         for depth in (100, 900):
             raw = json.dumps(body())[:-1] + f', "{field}": ' + "[" * depth + "]" * depth + "}"
             response = await client.post(CHAT, content=raw)

@@ -178,14 +178,16 @@ def test_what_a_user_can_mend_is_one_line_and_code_2(tmp_path: Path, args: list[
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "::1", "localhost"])
 def test_loopback_needs_no_key(host: str) -> None:
-    serving.check_exposure(ServerSettings(host=host))
+    serving.check_exposure(Settings(server=ServerSettings(host=host)))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "example.org", "localhost.example.org", "128.0.0.1"])
 def test_other_addresses_need_one(host: str) -> None:
     with pytest.raises(SettingsError, match="--api-key"):
-        serving.check_exposure(ServerSettings(host=host))
-    serving.check_exposure(ServerSettings.model_validate({"host": host, "api_key": "secret"}))
+        serving.check_exposure(Settings(server=ServerSettings(host=host)))
+    for more in ({"server": {"api_key": "secret"}}, {"keys": {"a": {"sha256": "0" * 64, "tenant": "t"}}}):
+        server = {"host": host, **more.get("server", {})}
+        serving.check_exposure(Settings.model_validate({**more, "server": server}))
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded(model: Path) -> None:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
 from ...config import Settings
-from ...contract import Backend, BodyTooLarge, Busy, ContextTooLong, EngineUnavailable, Prepared
+from ...contract import Backend, Busy, ChatRequest, ContextTooLong, EngineUnavailable, Prepared
+from ..auth import caller_of
+from ..body import read_body
 from ..reply import ChatReply
-from ..schemas import ChatCall, ChatCompletionRequest, parse_chat
-
-SCHEMA_REF = "#/components/schemas/{model}"
-OPENAPI: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": SCHEMA_REF.format(model=ChatCompletionRequest.__name__)}}},
-    }
-}
+from ..schemas import parse_chat
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -35,13 +28,13 @@ async def create_chat_completion(request: Request) -> Response:
     except Busy as error:
         state.metrics.rejected(error)
         raise
-    body = await _read_body(request, int(settings.server.max_body))
+    body = await read_body(request, int(settings.server.max_body))
     call = parse_chat(body, backend.card, settings.server)
     return ChatReply(
         backend,
         state.gate,
         settings.server,
-        await _prepare(backend, call),
+        await _prepare(backend, replace(call.request, salt=caller_of(request.scope).tenant), call.asked_length),
         state.metrics.turn(arrival),
         arrival=arrival,
         deadline=arrival + settings.admission.queue_timeout,
@@ -58,25 +51,11 @@ def _check_open(backend: Backend, *, draining: bool) -> None:
         raise EngineUnavailable(f"the engine is not ready: {load.state}", retry_after=2)
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as it is known to be longer than ``limit`` bytes."""
-    error = BodyTooLarge(f"the body is longer than {limit} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise error
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise error
-    return bytes(body)
-
-
-async def _prepare(backend: Backend, call: ChatCall) -> Prepared:
+async def _prepare(backend: Backend, chat: ChatRequest, asked_length: bool) -> Prepared:
     try:
-        return await backend.prepare(call.request)
+        return await backend.prepare(chat)
     except ContextTooLong:
-        if call.asked_length:
+        if asked_length:
             raise
     # Only the default length may not fit: then the answer gets what the context leaves, which is less.
-    return await backend.prepare(replace(call.request, max_tokens=None))
+    return await backend.prepare(replace(chat, max_tokens=None))

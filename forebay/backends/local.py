@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -36,6 +36,8 @@ from ..engine.sequence import Emit, End, GenSpec
 from ..text.detokenize import Detokenizer
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
 
 #: Text longer than this (characters) is tokenized in a thread: below it the hop costs more than the work.
 THREAD_FROM = 4096
@@ -105,10 +107,8 @@ class LocalBackend:
             raise ContextTooLong(
                 f"the messages have {size} characters; the context holds {limit} tokens", param="messages"
             )
-        if size + sum(map(len, request.bad_words)) > THREAD_FROM:
-            ids, bad_words = await asyncio.to_thread(self._encode, request)
-        else:
-            ids, bad_words = self._encode(request)
+        whole = size + sum(map(len, request.bad_words))
+        ids, bad_words = await _aside(whole, lambda: self._encode(request))
         room = limit - len(ids)
         if room < 1:
             raise ContextTooLong(
@@ -178,14 +178,14 @@ class LocalBackend:
                 ids = self._template.encode(self._tokenizer, source, answer=generation_prompt)
             return Tokens(tuple(ids), tuple(map(self._tokenizer.token_text, ids)))
 
-        return await asyncio.to_thread(work) if size > THREAD_FROM else work()
+        return await _aside(size, work)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         def work() -> str:
             detokenizer = Detokenizer(self._tokenizer)
             return detokenizer.push(ids) + detokenizer.finish()
 
-        return await asyncio.to_thread(work) if len(ids) > THREAD_FROM else work()
+        return await _aside(len(ids), work)
 
     @asynccontextmanager
     async def open(self, prepared: Prepared, *, deadline: float | None = None) -> AsyncIterator[AsyncIterator[Delta]]:
@@ -199,6 +199,11 @@ class LocalBackend:
         finally:
             self._client.release(stream)
             await deltas.aclose()
+
+
+async def _aside(size: int, work: Callable[[], _T]) -> _T:
+    """``work`` on text of ``size`` characters or tokens: off the event loop where that is much."""
+    return await asyncio.to_thread(work) if size > THREAD_FROM else work()
 
 
 def _seed(request: ChatRequest) -> int:

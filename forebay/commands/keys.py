@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 
 import click
 import pydantic
 
 from ..config import KeySettings, Settings, SettingsError
+from ..server.auth import key_digest
 
 
 def new(tenant: str, name: str, service_class: str) -> None:
     """Print a fresh key once, and its line for forebay.toml. Raises SettingsError for a name that is none."""
     key = "fb-" + secrets.token_urlsafe(32)
-    entry = {"sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant, "class": service_class}
+    entry = {"sha256": key_digest(key.encode()).hex(), "tenant": tenant, "class": service_class}
     try:
         Settings(keys={name: KeySettings.model_validate(entry)})
     except pydantic.ValidationError as error:

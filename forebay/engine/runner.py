@@ -146,7 +146,7 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
             f"max-batch {settings.max_batch} needs at least one each"
         )
     pool = empty_pool(shape, n_pages, device)
-    reach = Reach(spec.score_scale, spec.windows)
+    reach = Reach(spec.attn_scale, spec.windows)
     attention: Attention = PagedAttention(pool, shape, inner, reach)
     decoder: Model = Decoder(spec, weights)
     if native:

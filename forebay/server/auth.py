@@ -25,7 +25,6 @@ class Caller:
 
     name: str = ""
     tenant: str = ""
-    service_class: str = "interactive"
 
 
 def caller_of(scope: Scope) -> Caller:
@@ -35,11 +34,9 @@ def caller_of(scope: Scope) -> Caller:
 
 def callers(settings: Settings) -> dict[bytes, Caller]:
     """SHA-256 of each known key -> whose it is."""
-    known = {
-        bytes.fromhex(key.sha256): Caller(name, key.tenant, key.service_class) for name, key in settings.keys.items()
-    }
+    known = {bytes.fromhex(key.sha256): Caller(name, key.tenant) for name, key in settings.keys.items()}
     if settings.server.api_key is not None:
-        known[_digest(settings.server.api_key.get_secret_value().encode())] = Caller()
+        known[key_digest(settings.server.api_key.get_secret_value().encode())] = Caller()
     return known
 
 
@@ -70,7 +67,7 @@ class Auth:
 
     def _caller(self, scope: Scope) -> Caller | None:
         scheme, _, sent = Headers(scope=scope).get("authorization", "").partition(" ")
-        digest = _digest(sent.strip().encode("latin-1"))
+        digest = key_digest(sent.strip().encode("latin-1"))
         found = None
         for known, caller in self.known.items():  # all of them: the time must not tell which one it was
             if hmac.compare_digest(digest, known):
@@ -78,6 +75,6 @@ class Auth:
         return found if scheme.lower() == "bearer" else None
 
 
-def _digest(key: bytes) -> bytes:
+def key_digest(key: bytes) -> bytes:
     # Hashes have one length, so the comparison's time tells nothing of the key's.
     return hashlib.sha256(key).digest()

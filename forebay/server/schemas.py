@@ -285,6 +285,14 @@ def _check_count(name: str, items: object, limit: int) -> None:
         raise InvalidRequest(f"{name}: {len(items)} {name}; at most {limit} are taken", param=name)
 
 
+def check_ids(name: str, ids: list[int], card: ModelCard) -> None:
+    """Raises InvalidRequest naming the first of the field ``name`` that is outside the vocabulary."""
+    for i, token in enumerate(ids):
+        if token >= card.vocab_size:
+            param = f"{name}.{i}"
+            raise InvalidRequest(f"{param}: must be less than the vocabulary's size {card.vocab_size}", param=param)
+
+
 def _call_of(parsed: ChatCompletionRequest, card: ModelCard, settings: ServerSettings) -> ChatCall:
     asked = parsed.max_tokens if parsed.max_completion_tokens is None else parsed.max_completion_tokens
     if parsed.max_tokens not in (None, asked):
@@ -292,10 +300,7 @@ def _call_of(parsed: ChatCompletionRequest, card: ModelCard, settings: ServerSet
     max_tokens = settings.default_max_tokens if asked is None else asked
     if parsed.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens: must not exceed max_tokens ({max_tokens})", param="min_tokens")
-    for i, token in enumerate(parsed.stop_token_ids):
-        if token >= card.vocab_size:
-            param = f"stop_token_ids.{i}"
-            raise InvalidRequest(f"{param}: must be less than the vocabulary's size {card.vocab_size}", param=param)
+    check_ids("stop_token_ids", parsed.stop_token_ids, card)
     if (highest := max(parsed.logit_bias, default=0)) >= card.vocab_size:
         raise InvalidRequest(
             f"logit_bias: token {highest} must be less than the vocabulary's size {card.vocab_size}", param="logit_bias"

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..config import ServerSettings
 from ..contract import InvalidRequest, Message, ModelCard
-from .schemas import ChatMessage, ForModel, Text, parse_body
+from .schemas import ChatMessage, ForModel, Text, check_ids, parse_body
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "chat_template": (),
@@ -62,8 +62,5 @@ def parse_tokenize(body: bytes, card: ModelCard, settings: ServerSettings) -> To
 def parse_detokenize(body: bytes, card: ModelCard) -> list[int]:
     """The token ids, all within the vocabulary. Raises InvalidRequest naming the field, or ModelNotFound."""
     tokens = parse_body(body, DetokenizeRequest, {}, {"tokens": card.max_context}, card).tokens
-    for i, token in enumerate(tokens):
-        if token >= card.vocab_size:
-            param = f"tokens.{i}"
-            raise InvalidRequest(f"{param}: must be less than the vocabulary's size {card.vocab_size}", param=param)
+    check_ids("tokens", tokens, card)
     return tokens

@@ -5,21 +5,18 @@
 #define AHEAD_OF_FEW 2048
 #endif
 
-INLINE __m256i NAME(dot8)(__m256i sum, __m256i codes, __m256i x) { /* sums of four products, signed times signed */
-    __m256i size = _mm256_abs_epi8(codes), signs = _mm256_sign_epi8(x, codes);
-#if VNNI
-    return _mm256_dpbusd_epi32(sum, size, signs);
-#else
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(size, signs), _mm256_set1_epi16(1)));
-#endif
-}
-
-INLINE __m256i NAME(dot7)(__m256i sum, __m256i codes, __m256i x) { /* 2 * 127 * 127 fits in 16 bits */
+/* Sums of four products, unsigned (up to 128) times signed: 2 * 128 * 127 fits in 16 bits. */
+INLINE __m256i NAME(dot7)(__m256i sum, __m256i codes, __m256i x) {
 #if VNNI
     return _mm256_dpbusd_epi32(sum, codes, x);
 #else
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
 #endif
+}
+
+/* The same, signed times signed. */
+INLINE __m256i NAME(dot8)(__m256i sum, __m256i codes, __m256i x) {
+    return NAME(dot7)(sum, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
 }
 
 /* One group of 4-bit codes, spread, in 7 bits, as quads [2][8 channels][4 inputs]. */

@@ -111,7 +111,7 @@ class CompiledDecoder:
 
         def norm(weight: torch.Tensor, then: Any, *, sampled: bool = False) -> kernels.Op:
             pointers = {"weight": vector(weight), "input": x.data_ptr()}
-            sizes = {"n": spec.hidden, "in_width": x.shape[1], **before(then)}
+            sizes = {"n": spec.hidden, "k": _k(then), "in_width": x.shape[1]}
             return op("norm", sampled=int(sampled), **sizes, **pointers)
 
         def residual(weight: Any, post_norm: torch.Tensor | None) -> list[kernels.Op]:
@@ -123,14 +123,11 @@ class CompiledDecoder:
             return [linear(weight, added), op("add_norm", **sizes, **pointers)]
 
         def heads(i: int, layer: LayerSpec, w: LayerWeights) -> kernels.Op:
-            cos, sin = self._tables[layer.rope] if layer.rope else (None, None)
             pointers = {"bias": vector(w.qkv_bias), "q_norm": vector(w.q_norm), "k_norm": vector(w.k_norm)}
-            pointers |= {"cos": vector(cos), "sin": vector(sin), "out": qkv.data_ptr()}
-            return op("heads", i, out_width=qkv.shape[1], **pointers)
-
-        def before(then: Any) -> dict[str, int]:
-            """Of an operation that makes the 8-bit activations for a linear."""
-            return {"k": _k(then)}
+            if layer.rope:
+                cos, sin = self._tables[layer.rope]
+                pointers |= {"cos": cos.data_ptr(), "sin": sin.data_ptr()}
+            return op("heads", i, out=qkv.data_ptr(), out_width=qkv.shape[1], **pointers)
 
         def linear(weight: Any, out: torch.Tensor, *, add: bool = False, sampled: bool = False) -> kernels.Op:
             packed = _packed(weight)
@@ -151,11 +148,11 @@ class CompiledDecoder:
                 heads(i, layer, w),
                 op("attend", i),
                 op("merge", i),
-                op("quantize", n=q_width, **before(w.out), input=attended.data_ptr(), in_width=q_width),
+                op("quantize", n=q_width, k=_k(w.out), input=attended.data_ptr(), in_width=q_width),
                 *residual(w.out, w.attn_post_norm),
                 norm(w.ffn_norm, w.gate_up),
                 linear(w.gate_up, gate_up),
-                op(spec.activation, n=spec.ffn, **before(w.down), input=gate_up.data_ptr(), in_width=gate_up.shape[1]),
+                op(spec.activation, n=spec.ffn, k=_k(w.down), input=gate_up.data_ptr(), in_width=gate_up.shape[1]),
                 *residual(w.down, w.ffn_post_norm),
             ]
         ops += [norm(weights.norm, weights.head, sampled=True), linear(weights.head, logits, sampled=True)]

@@ -69,9 +69,5 @@ class ModelSpec:
             raise Unsupported(f"{len(self.layers)} layers are described, {self.n_layers} expected")
 
     @property
-    def score_scale(self) -> float:
-        return self.attn_scale or self.head_dim**-0.5
-
-    @property
     def windows(self) -> tuple[int, ...]:
         return tuple(layer.window for layer in self.layers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
 import torch
@@ -88,11 +88,9 @@ class Weights:
 
     def n_bytes(self) -> int:
         linears = [self.head, *(p for w in self.layers for p in (w.qkv, w.out, w.gate_up, w.down))]
-        norms: list[torch.Tensor] = [
-            self.norm,
-            *(v for w in self.layers for name in _VECTORS if (v := getattr(w, name)) is not None),
-        ]
-        return self.embed.n_bytes + sum(t.numel() * t.element_size() for t in norms) + sum(p.n_bytes for p in linears)
+        of_layers = [getattr(w, field.name) for w in self.layers for field in fields(w)]
+        vectors = [self.norm, *(v for v in of_layers if isinstance(v, torch.Tensor))]
+        return self.embed.n_bytes + sum(t.numel() * t.element_size() for t in vectors) + sum(p.n_bytes for p in linears)
 
 
 #: The linear layers of a decoder layer: name -> the tensors whose rows it is made of.
@@ -102,12 +100,10 @@ _LINEARS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-#: Everything of a layer that has one dimension.
-_VECTORS = ("attn_norm", "ffn_norm", "qkv_bias", "q_norm", "k_norm", "attn_post_norm", "ffn_post_norm")
 
 
 def _vectors(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """Those that the family has -> the tensors that they are made of."""
+    """What a layer of this family has of one dimension: name -> the tensors that it is made of."""
     found: dict[str, tuple[str, ...]] = {"attn_norm": ("input_layernorm.weight",)}
     if spec.sandwich:
         found["attn_post_norm"] = ("post_attention_layernorm.weight",)

@@ -100,11 +100,13 @@ class Unsupported(ForebayError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message as plain text. ``role`` is one of system, user, assistant."""
+    """One chat message as plain text. ``role`` is one of system, user, assistant. ``reasoning``: what an answer said
+    before its content, where the client sends it back."""
 
     role: str
     content: str
     name: str | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,8 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Per sampling row (S of them): arrays [S], and the token ids that must not be drawn now. ``biases`` and
-    ``penalties`` None: no row has any."""
+    """Per sampling row (S of them): arrays [S], and the token ids that must not be drawn now. ``logprobs``: how many are
+    wanted, of rows that want any. ``biases`` and ``penalties`` None: no row has any."""
 
     temperature: npt.NDArray[np.float32]
     top_k: Ints
@@ -52,6 +52,7 @@ class Sampling:
     seed: list[int]
     position: list[int]
     banned: list[list[int]]
+    logprobs: dict[int, int] = field(default_factory=dict)
     biases: Biases | None = None
     penalties: Penalties | None = None
 
@@ -124,6 +125,7 @@ def _sampling(works: list[Work]) -> Sampling:
         seed=[spec.seed for spec in specs],
         position=[len(work.seq.ids) for work in works],
         banned=[_banned(work.seq) for work in works],
+        logprobs={row: spec.logprobs for row, spec in enumerate(specs) if spec.logprobs is not None},
         biases=_biases(works),
         penalties=_penalties(works),
     )

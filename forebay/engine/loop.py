@@ -9,8 +9,8 @@ from itertools import chain
 
 from .runner import Runner
 from .sample import FAILED
-from .scheduler import Scheduler, Step
-from .sequence import Emit, End, GenSpec
+from .scheduler import Drawn, Scheduler, Step
+from .sequence import Emit, End, GenSpec, Logprobs
 from .wire import Frame
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class Engine:
         emits = [*self._news, *step.ended]
         self._news = []
         if step.works:
-            tokens, failures = self._execute(step)
-            emits += self.scheduler.commit(step, tokens, failures)
+            drawn, failures = self._execute(step)
+            emits += self.scheduler.commit(step, drawn, failures)
             self._steps += 1
         return self.frame(emits, step.n_tokens)
 
@@ -92,27 +92,31 @@ class Engine:
                 news[emit.id].append(emit)
         return news
 
-    def _execute(self, step: Step) -> tuple[list[int], dict[int, str]]:
-        """Tokens per work and failures per work. A step that fails as a whole is tried again one by one, so that
+    def _execute(self, step: Step) -> tuple[Drawn, dict[int, str]]:
+        """What each work drew, and failures per work. A step that fails as a whole is tried again one by one, so that
         only those at fault end (law 12)."""
         try:
-            tokens = self._runner.execute(step)
+            drawn = self._runner.execute(step)
             failures: dict[int, str] = {}
         except Exception:
             log.exception("a step of %d sequences failed; trying them one by one", len(step.works))
             tokens = [0] * len(step.works)
+            logprobs: dict[int, Logprobs] = {}
             failures = {}
             for i, work in enumerate(step.works):
                 try:
-                    tokens[i] = self._runner.execute(Step((work,)))[0]
+                    alone = self._runner.execute(Step((work,)))
+                    tokens[i] = alone.tokens[0]
+                    logprobs |= {i: entry for entry in alone.logprobs.values()}
                 except Exception as error:
                     log.exception("sequence %d failed", work.seq.spec.id)
                     failures[i] = f"the engine failed: {type(error).__name__}"
+            drawn = Drawn(tokens, logprobs)
         self._failed_steps = self._failed_steps + 1 if len(failures) == len(step.works) else 0
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise EngineBroken(f"{self._failed_steps} steps in a row failed: {failures}")
-        failures |= {i: "the logits are not finite" for i, token in enumerate(tokens) if token == FAILED}
-        return tokens, failures
+        failures |= {i: "the logits are not finite" for i, token in enumerate(drawn.tokens) if token == FAILED}
+        return drawn, failures
 
     def _fault(self, spec: GenSpec) -> str:
         """What is wrong with an order, or nothing. The front checks the same; this is the backstop."""
@@ -129,6 +133,7 @@ class Engine:
             (math.isfinite(repetition) and repetition > 0, f"repetition_penalty {repetition} is not a number above 0"),
             (all(map(math.isfinite, more)), "frequency_penalty, presence_penalty or a logit_bias is not finite"),
             (all(spec.bad_words), "one of bad_words has no tokens"),
+            (spec.logprobs is None or spec.logprobs >= 0, f"logprobs {spec.logprobs} is less than 0"),
             (
                 0 <= spec.min_tokens <= spec.max_tokens,
                 f"min_tokens {spec.min_tokens} is not between 0 and max_tokens {spec.max_tokens}",

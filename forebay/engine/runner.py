@@ -28,17 +28,17 @@ from .model.decoder import Decoder
 from .model.families import read_spec
 from .model.spec import ModelSpec
 from .model.weights import load_weights
-from .sample import sample
-from .scheduler import Step, Work
+from .sample import logprobs, sample
+from .scheduler import Drawn, Step, Work
 from .sequence import GenSpec, Sequence
 
 
 class Runner(Protocol):
     """What the loop needs of whatever computes steps."""
 
-    def execute(self, step: Step) -> list[int]:
-        """One token id per work, in order; 0 where the work does not sample, sample.FAILED where its logits are
-        broken. Executing a step again gives the same: nothing but the works' own pages is written."""
+    def execute(self, step: Step) -> Drawn:
+        """Token ids are 0 where the work does not sample, sample.FAILED where its logits are broken. Executing a step
+        again gives the same: nothing but the works' own pages is written."""
         ...
 
 
@@ -72,14 +72,21 @@ class ModelRunner:
         self._compiled = compiled
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> list[int]:
+    def execute(self, step: Step) -> Drawn:
         batch = Batch.of(step)
         logits = self._decoder.forward(batch, self._attention)
         tokens = [0] * len(step.works)
-        if batch.works:
-            for i, token in zip(batch.works, sample(logits, batch.sampling, compiled=self._compiled), strict=True):
-                tokens[i] = token
-        return tokens
+        if not batch.works:
+            return Drawn(tokens)
+        curious = list(batch.sampling.logprobs)
+        untouched = logits[curious] if curious else None  # a copy, before biases and penalties
+        drawn = sample(logits, batch.sampling, compiled=self._compiled)
+        for i, token in zip(batch.works, drawn, strict=True):
+            tokens[i] = token
+        if untouched is None:
+            return Drawn(tokens)
+        known = logprobs(untouched, [drawn[row] for row in curious], list(batch.sampling.logprobs.values()))
+        return Drawn(tokens, {batch.works[row]: entry for row, entry in zip(curious, known, strict=True)})
 
     def logits(self, step: Step, *, every_row: bool = False) -> torch.Tensor:
         """Logits [S, vocab] of the step's sampling rows or of all, for judges and reports. Valid until the next."""

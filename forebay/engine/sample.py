@@ -27,6 +27,7 @@ import torch
 
 from . import kernels
 from .batch import Ints, Sampling
+from .sequence import Logprobs
 
 #: Marks a row whose logits are not finite: no token can be drawn.
 FAILED = -1
@@ -52,6 +53,20 @@ def sample(logits: torch.Tensor, params: Sampling, *, compiled: bool = False) ->
         tokens[rows] = torch.where(tokens[rows] == FAILED, FAILED, drawn)
     result: list[int] = tokens.tolist()
     return result
+
+
+def logprobs(logits: torch.Tensor, tokens: list[int], counts: list[int]) -> list[Logprobs]:
+    """For each row of ``logits`` float32 [R, vocab], as the model gave them: log probabilities of the token that was
+    drawn, and of the ``counts`` likeliest. Of equals the lower id comes first."""
+    values = torch.log_softmax(logits, dim=-1)
+    # One more than asked for, so that equals at the end do not hide the lower id among them.
+    top = values.topk(min(max(counts) + 1, values.shape[-1]), dim=-1)
+    chosen = values.gather(-1, torch.tensor(tokens, device=values.device).clamp(min=0)[:, None])[:, 0].tolist()
+    found = []
+    for mine, ids, high, n in zip(chosen, top.indices.tolist(), top.values.tolist(), counts, strict=True):
+        order = sorted(zip(ids, high, strict=True), key=lambda entry: (-entry[1], entry[0]))[:n]
+        found.append(Logprobs(mine, [id for id, _ in order], [value for _, value in order]))
+    return found
 
 
 def _adjust(logits: torch.Tensor, params: Sampling) -> None:

@@ -1,6 +1,6 @@
 """Which sequence does how much in the next step. No torch, no clock, no I/O.
 
-``plan(now) -> Step`` decides, the runner executes, ``commit(step, tokens) -> [Emit]`` accounts for it. A step
+``plan(now) -> Step`` decides, the runner executes, ``commit(step, drawn) -> [Emit]`` accounts for it. A step
 places decodes first (one token each) and fills the rest of the token budget with chunks of prefill, in order of
 precedence: sequences that were preempted before, then by arrival.
 
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .kv.capacity import OutputGuess, pages_of, predicted_peak
 from .kv.pages import PAGE_SIZE, Pages
 from .kv.radix import Node, PrefixTree
-from .sequence import Emit, End, GenSpec, Sequence, State
+from .sequence import Emit, End, GenSpec, Logprobs, Sequence, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,15 @@ class Step:
     @property
     def n_tokens(self) -> int:
         return sum(work.count for work in self.works)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What executing a step gave: a token id per work (without meaning where it does not sample), and by index of
+    the work what its order wants to know of log probabilities."""
+
+    tokens: list[int]
+    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -122,9 +131,16 @@ class Scheduler:
             if count and self._grow(seq, seq.computed + count, order):
                 works.append(_work(seq, count))
                 spare -= count if seq.owed > 1 else 0
-        while spare > 0 and self.waiting and len(self.running) < self.max_batch:
-            seq = self.waiting[0]
-            if not self._join(seq, now):
+        held_back: list[Sequence] = []
+        for seq in tuple(self.waiting):
+            # A place is kept for those that are held back: they are earlier than what comes after them.
+            if spare <= 0 or len(self.running) + len(held_back) >= self.max_batch:
+                break
+            path = self.tree.match(seq.spec.salt, seq.ids, (len(seq.ids) - 1) // PAGE_SIZE)
+            if self._about_to_be_shared(seq, path):
+                held_back.append(seq)
+                continue
+            if not self._join(seq, path, held_back, now):
                 break
             count = min(seq.owed, spare)
             if not self._grow(seq, seq.computed + count, []):
@@ -185,12 +201,27 @@ class Scheduler:
         self.waiting.insert(at, seq)
         self.preemptions += 1
 
-    def _join(self, seq: Sequence, now: float) -> bool:
-        """Move the first waiting sequence to running if it fits, with what the prefix tree has of it."""
-        path = self.tree.match(seq.spec.salt, seq.ids, (len(seq.ids) - 1) // PAGE_SIZE)
-        if self.running and not self._fits(seq, path):
+    def _about_to_be_shared(self, seq: Sequence, path: list[Node]) -> bool:
+        """Whether one that runs is just computing at least half of what ``seq`` lacks: then it is cheaper to wait for
+        it (choices of one prompt, a prompt that many send at once). It is earlier, so it would get the budget first."""
+        if seq.preempted:
             return False
-        self.waiting.popleft()
+        known, most = len(path), (len(seq.ids) - 1) // PAGE_SIZE
+        lacking = len(seq.ids) - known * PAGE_SIZE
+        for other in self.running:
+            if other.owed > 1 and other.spec.salt == seq.spec.salt:
+                common = _common_pages(seq.ids, other.ids, most)
+                coming = other.computed < common * PAGE_SIZE
+                if coming and 2 * (common - known) * PAGE_SIZE >= lacking:
+                    return True
+        return False
+
+    def _join(self, seq: Sequence, path: list[Node], held_back: list[Sequence], now: float) -> bool:
+        """Move a waiting sequence to running if it fits beside those held back, with ``path``, what the prefix tree
+        has of it."""
+        if self.running and not self._fits(seq, path, held_back):
+            return False
+        self.waiting.remove(seq)
         self.running.append(seq)
         seq.move(State.RUNNING)
         self.pages.share(node.page for node in path)
@@ -206,11 +237,11 @@ class Scheduler:
             self.prefix_hits += seq.computed
         return True
 
-    def _fits(self, seq: Sequence, path: list[Node]) -> bool:
+    def _fits(self, seq: Sequence, path: list[Node], held_back: list[Sequence]) -> bool:
         """Whether the predicted peak with ``seq`` (whose first pages are ``path``) stays inside the pool."""
         room = self._room
         shared = self._shared_pages() + sum(self.pages.refs(node.page) > 0 for node in path)
-        loads = [(len(s.ids), self._to_come(s)) for s in (*self.running, seq)]
+        loads = [(len(s.ids), self._to_come(s)) for s in (*self.running, *held_back, seq)]
         if predicted_peak(loads) - shared > room:
             return False
         if not seq.preempted:
@@ -234,9 +265,9 @@ class Scheduler:
 
     # ---- commit
 
-    def commit(self, step: Step, tokens: list[int], failures: Mapping[int, str] | None = None) -> list[Emit]:
-        """Account for an executed step. ``tokens[i]`` is what ``step.works[i]`` drew (ignored where it did not
-        sample); ``failures`` maps an index to why that work failed: its sequence ends, the others do not notice."""
+    def commit(self, step: Step, drawn: Drawn, failures: Mapping[int, str] | None = None) -> list[Emit]:
+        """Account for an executed step. ``failures`` maps an index of a work to why it failed: its sequence ends, the
+        others do not notice."""
         if step is not self._in_flight:
             raise RuntimeError("not the step in flight")
         self._in_flight = None
@@ -251,12 +282,14 @@ class Scheduler:
             if seq.cancelled:
                 emits.append(self._end(seq, End.CANCELLED))
             elif work.samples:
-                seq.append(tokens[i])
-                end = _ending(seq, tokens[i])
+                token = drawn.tokens[i]
+                seq.append(token)
+                end = _ending(seq, token)
+                known = [drawn.logprobs[i]] if i in drawn.logprobs else []
                 emits.append(
-                    self._end(seq, end, tokens=[tokens[i]])
+                    self._end(seq, end, tokens=[token], logprobs=known)
                     if end
-                    else Emit(seq.spec.id, [tokens[i]], cached=seq.cached, started=seq.started)
+                    else Emit(seq.spec.id, [token], cached=seq.cached, started=seq.started, logprobs=known)
                 )
         self._drop_ended()
         return emits
@@ -281,13 +314,21 @@ class Scheduler:
         seq.node = None
         seq.inserted = seq.computed = 0
 
-    def _end(self, seq: Sequence, end: End, *, tokens: list[int] | None = None, detail: str = "") -> Emit:
+    def _end(
+        self,
+        seq: Sequence,
+        end: End,
+        *,
+        tokens: list[int] | None = None,
+        logprobs: list[Logprobs] | None = None,
+        detail: str = "",
+    ) -> Emit:
         self._release(seq)
         seq.move(State.ENDED)
         del self._by_id[seq.spec.id]
         if end in (End.STOP, End.LENGTH):
             self.guess.record(seq.generated)
-        return Emit(seq.spec.id, tokens or [], end, detail, seq.cached, seq.started)
+        return Emit(seq.spec.id, tokens or [], end, detail, seq.cached, seq.started, logprobs or [])
 
     def _drop_ended(self) -> None:
         self.running = [seq for seq in self.running if seq.state is not State.ENDED]
@@ -303,6 +344,15 @@ class Scheduler:
 
 def _precedence(seq: Sequence) -> tuple[bool, int]:
     return (not seq.preempted, seq.arrival)
+
+
+def _common_pages(a: list[int], b: list[int], most: int) -> int:
+    """How many whole pages, at most ``most``, two sequences have in common from the start."""
+    for i in range(min(most, len(b) // PAGE_SIZE)):
+        page = slice(i * PAGE_SIZE, (i + 1) * PAGE_SIZE)
+        if a[page] != b[page]:
+            return i
+    return min(most, len(b) // PAGE_SIZE)
 
 
 def _work(seq: Sequence, count: int) -> Work:

@@ -24,7 +24,8 @@ class GenSpec(msgspec.Struct, frozen=True, array_like=True):
     randomness of its own. ``deadline`` (monotonic seconds): expires if prefill has not begun by then.
     ``salt`` selects the prefix tree: sequences share pages only under the same salt. ``logit_bias`` maps a token id
     to what is added to its logit; ``bad_words`` are sequences of ids (none empty) whose last may not follow the
-    others. What each number of sampling means is in sample.py.
+    others. What each number of sampling means is in sample.py. ``logprobs``: with each token, log probabilities of it
+    and of so many of the likeliest; None: of none.
     """
 
     id: int
@@ -44,6 +45,16 @@ class GenSpec(msgspec.Struct, frozen=True, array_like=True):
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     bad_words: list[list[int]] = []
+    logprobs: int | None = None
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities where one token was drawn, as the model itself has them: before biases,
+    penalties and temperature. ``ids`` are the likeliest, ``values`` theirs, in falling order."""
+
+    chosen: float
+    ids: list[int]
+    values: list[float]
 
 
 class End(StrEnum):
@@ -58,7 +69,8 @@ class End(StrEnum):
 
 
 class Emit(msgspec.Struct, frozen=True, array_like=True):
-    """News of one sequence from one step. ``started`` is set by the loop when prefill began (monotonic s)."""
+    """News of one sequence from one step. ``started`` is set by the loop when prefill began (monotonic s).
+    ``logprobs`` has one entry per token where the order asks for them."""
 
     id: int
     tokens: list[int] = []
@@ -66,6 +78,7 @@ class Emit(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
     cached: int = 0
     started: float = 0.0
+    logprobs: list[Logprobs] = []
 
 
 class State(StrEnum):

@@ -16,7 +16,7 @@ from forebay.engine.kv.capacity import OutputGuess, pages_of
 from forebay.engine.loop import MAX_FAILED_STEPS, Engine, EngineBroken
 from forebay.engine.runner import Built, build, usable_cores
 from forebay.engine.sample import FAILED
-from forebay.engine.scheduler import Scheduler, Step
+from forebay.engine.scheduler import Drawn, Scheduler, Step
 from forebay.engine.sequence import Emit, End, GenSpec
 
 
@@ -117,11 +117,11 @@ class Faulty:
     def __init__(self, *, always: bool = False) -> None:
         self.always = always
 
-    def execute(self, step: Step) -> list[int]:
+    def execute(self, step: Step) -> Drawn:
         ids = [work.seq.ids for work in step.works]
         if self.always or any(13 in one for one in ids):
             raise ValueError("thirteen")
-        return [FAILED if 17 in one else 5 for one in ids]
+        return Drawn([FAILED if 17 in one else 5 for one in ids])
 
 
 def faulty_engine(**more: bool) -> Engine:

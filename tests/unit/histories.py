@@ -6,7 +6,7 @@ That makes every answer known beforehand, so a test can compare what came out wi
 import zlib
 
 from forebay.engine.kv.pages import PAGE_SIZE
-from forebay.engine.scheduler import Scheduler, Step
+from forebay.engine.scheduler import Drawn, Scheduler, Step
 from forebay.engine.sequence import Emit, GenSpec
 
 VOCAB = 50
@@ -32,7 +32,7 @@ class PageMemory:
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def execute(self, step: Step) -> list[int]:
+    def execute(self, step: Step) -> Drawn:
         for work in step.works:
             for at in range(work.start, work.start + work.count):
                 self._held[work.seq.table[at // PAGE_SIZE], at % PAGE_SIZE] = (at, work.seq.ids[at])
@@ -44,7 +44,7 @@ class PageMemory:
             if read != want:
                 raise AssertionError(f"sequence {work.seq.spec.id} reads {read}, wants {want}")
             tokens.append(next_token(work.seq.ids) if work.samples else 0)
-        return tokens
+        return Drawn(tokens)
 
 
 class Harness:

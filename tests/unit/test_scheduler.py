@@ -64,14 +64,63 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
 def test_law_4_two_at_once_with_one_prompt_end_on_the_same_pages() -> None:
     """Law 4 through the scheduler: duplicates computed side by side become one."""
     h = Harness(n_pages=100, max_batch=4, token_budget=256)
-    h.submit(GenSpec(1, list(range(40)), 20))
-    h.submit(GenSpec(2, list(range(40)), 20))
+    first, second = (GenSpec(id, [*range(40), *[id] * 60], 20) for id in (1, 2))
+    h.submit(first)
+    h.submit(second)
     h.step()
     tables = [seq.table for seq in h.scheduler.running]
     assert tables[0][:2] == tables[1][:2]
     assert tables[0][2] != tables[1][2]
     h.run()
-    assert h.tokens(1) == h.tokens(2) == expected(GenSpec(1, list(range(40)), 20))
+    assert h.tokens(1) == expected(first)
+    assert h.tokens(2) == expected(second)
+
+
+def test_what_another_is_just_computing_is_waited_for_and_shared() -> None:
+    h = Harness(n_pages=100, max_batch=4, token_budget=64)
+    same = list(range(50)) * 2
+    for id in (1, 2, 3):
+        h.submit(GenSpec(id, [*same, id], 6))
+    h.submit(order(4))
+    joined = [{work.seq.spec.id: work.count for work in h.step().works} for _ in range(4)]
+    # 101 tokens in chunks of 64. Number 4 fills the place beside the rest; 2 and 3 join for what they lack.
+    assert joined[:3] == [{1: 64}, {1: 37, 4: 20}, {1: 1, 4: 1, 2: 5, 3: 5}]
+    h.run()
+    assert h.news[2][0].cached == h.news[3][0].cached == 96
+    for id in (1, 2, 3):
+        assert h.tokens(id) == expected(GenSpec(id, [*same, id], 6))
+
+
+def test_little_in_common_is_not_waited_for() -> None:
+    h = Harness(n_pages=100, max_batch=4, token_budget=256)
+    h.submit(GenSpec(1, list(range(40)), 4))
+    h.submit(GenSpec(2, [*range(32), *[7] * 40], 4))  # 32 of 72
+    h.submit(GenSpec(3, list(range(40)), 4, salt="another"))
+    assert {work.seq.spec.id for work in h.step().works} == {1, 2, 3}
+
+
+def test_those_held_back_keep_their_place() -> None:
+    h = Harness(n_pages=100, max_batch=2, token_budget=64)
+    same = list(range(50)) * 2
+    h.submit(GenSpec(1, same, 6))
+    h.submit(GenSpec(2, same, 6))
+    h.submit(order(3, n_prompt=10))
+    h.step()
+    assert {work.seq.spec.id for work in h.step().works} == {1}
+    assert {work.seq.spec.id for work in h.step().works} == {1, 2}
+    h.run()
+
+
+def test_the_one_waited_for_may_leave() -> None:
+    h = Harness(n_pages=100, max_batch=4, token_budget=64)
+    same = list(range(50)) * 2
+    h.submit(GenSpec(1, same, 6))
+    h.submit(GenSpec(2, same, 6))
+    h.step()
+    h.scheduler.cancel(1)
+    h.run()
+    assert h.tokens(2) == expected(GenSpec(2, same, 6))
+    assert h.news[2][0].cached == 64
 
 
 def test_salts_do_not_share() -> None:

@@ -115,6 +115,7 @@ class ServerSettings(Room):
     max_connections: int = Field(default=4096, ge=1, le=1_000_000, description="Open connections; more are refused.")
     max_body: Bytes = Field(default=8 * 2**20, description="Largest request body, in bytes.")
     max_messages: int = Field(default=2048, ge=1, description="Most messages in one request.")
+    max_choices: int = Field(default=16, ge=1, le=1024, description="Most answers to one request: prompts x n.")
     drain_timeout: float = Field(default=25.0, ge=0, description="Seconds open requests get to finish at shutdown.")
     log_format: Literal["text", "json"] = Field(default="text", description="Form of the log lines.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -119,16 +119,23 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """One validated chat request, still text.
+class GenRequest:
+    """One validated request, still text: ``messages`` of a chat, or else a ``prompt``.
+
+    A prompt is text (a BOS goes in front where the model wants one; ``parse_special``: special tokens written in it
+    count as such) or token ids as they are. ``variables`` go to the chat template.
 
     ``max_tokens`` None means as many as the context allows. ``temperature`` 0 is greedy; ``top_k`` 0 and
     ``top_p`` 1 are off. ``seed`` None: the backend draws one. ``salt`` separates prefix caches (one per tenant).
     ``logit_bias`` maps token ids to what is added to their logits. No text of ``bad_words`` is generated, neither as it
-    is nor after a space, in the tokens that it is usually written in.
+    is nor after a space, in the tokens that it is usually written in. ``logprobs``: log probabilities of each token and
+    of so many of the likeliest; None: of none.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    parse_special: bool = False
+    variables: Mapping[str, bool | str] = field(default_factory=dict)
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
@@ -145,6 +152,7 @@ class ChatRequest:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +178,22 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token of an answer: ``data`` is its bytes, for a special token as the vocabulary writes it. ``top``: bytes
+    and log probability (natural) of the likeliest. ``offset``: characters of the answer before it."""
+
+    data: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """News of one request: new text (may be empty), the tokens behind it, and on the last one why it ended.
 
-    ``started`` (seconds on time.monotonic()) is when its prefill began.
+    ``started`` (seconds on time.monotonic()) is when its prefill began. ``reasoning``: new text that the model marks as
+    its thinking. A token's ``logprobs`` come with its first character.
     """
 
     text: str
@@ -181,6 +201,8 @@ class Delta:
     usage: Usage
     started: float
     finish: FinishReason | None = None
+    reasoning: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,15 +261,21 @@ class Backend(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
-    async def prepare(self, request: ChatRequest, resume: object | None = None) -> Prepared:
+    async def prepare(self, request: GenRequest, resume: object | None = None) -> Prepared:
         """Template, tokenize, check against the limits. Raises InvalidRequest / ContextTooLong."""
         ...
 
     async def tokenize(
-        self, source: str | tuple[Message, ...], *, bos: bool = True, generation_prompt: bool = True
+        self,
+        source: str | tuple[Message, ...],
+        *,
+        bos: bool = True,
+        parse_special: bool = False,
+        generation_prompt: bool = True,
+        variables: Mapping[str, bool | str] | None = None,
     ) -> Tokens:
-        """Plain text (``bos``: with a BOS in front where the model wants one), or messages through the template
-        (``generation_prompt``: up to where an answer begins). Raises InvalidRequest / ContextTooLong."""
+        """Text as in GenRequest (``bos``: with a BOS in front where the model wants one), or messages through the
+        template (``generation_prompt``: up to where an answer begins). Raises InvalidRequest / ContextTooLong."""
         ...
 
     async def detokenize(self, ids: Sequence[int]) -> str:
@@ -255,10 +283,11 @@ class Backend(Protocol):
         ...
 
     def open(
-        self, prepared: Prepared, *, deadline: float | None = None
+        self, prepared: Prepared, *, choice: int = 0, deadline: float | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
-        """Run it. Leaving the context for any reason is the cancel. ``deadline`` (time.monotonic() seconds):
-        a request whose prefill has not begun by then ends with DeadlineExceeded."""
+        """Run it; entering does not suspend. Leaving the context for any reason is the cancel. ``choice`` is added to
+        the seed. ``deadline`` (time.monotonic() seconds): a request whose prefill has not begun by then ends with
+        DeadlineExceeded."""
         ...
 
     def load(self) -> Load:

@@ -10,11 +10,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from ..contract import Busy, DeadlineExceeded
 
 _FIRST_GUESS = 0.1  # seconds between two departures, until some were measured
 _SMOOTHING = 0.2  # weight of the newest interval
+
+
+class _Wish(NamedTuple):
+    deadline: float
+    places: int
 
 
 class Gate:
@@ -28,58 +34,61 @@ class Gate:
         self._max_queue = max_queue
         self._credits = credits
         self._clock = clock
-        self._queue: dict[asyncio.Future[None], float] = {}  # waiter -> deadline, in order of arrival
+        self._queue: dict[asyncio.Future[None], _Wish] = {}  # in order of arrival
         self._granted = 0
         self._interval = _FIRST_GUESS
         self._since = clock()  # the last departure, or when the queue last became non-empty
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return sum(wish.places for wish in self._queue.values())
 
     @asynccontextmanager
-    async def admit(self, deadline: float) -> AsyncIterator[None]:
-        """Wait for a turn. The body must submit its work before it first suspends.
+    async def admit(self, deadline: float, places: int = 1) -> AsyncIterator[None]:
+        """Wait for a turn. The body must submit its work, ``places`` orders, before it first suspends.
 
-        Raises Busy at once when the queue is full, DeadlineExceeded when ``deadline`` passes first.
+        Several places are granted together as soon as there is room for one: what has none yet waits in the backend,
+        and nobody else is let in meanwhile. Raises Busy at once when the queue is full, DeadlineExceeded when
+        ``deadline`` passes first.
         """
-        await self._enter(deadline)
+        await self._enter(deadline, places)
         try:
             yield
         finally:
             self._leave()
 
-    def check(self) -> None:
+    def check(self, places: int = 1) -> None:
         """Raises Busy if a newcomer would be refused now. Cheap, so that it can be asked before a body is read."""
         room = not self._queue and self._room() > 0
-        if not room and len(self._queue) >= self._max_queue:
+        if not room and self.waiting + places > self._max_queue:
             raise Busy("too many requests are waiting", retry_after=self._retry_after())
 
     def pump(self) -> None:
         """Grant as many turns as there are credits."""
         while self._queue and self._room() > 0:
             waiter = next(iter(self._queue))
-            if self._queue.pop(waiter) <= self._clock():
+            wish = self._queue.pop(waiter)
+            if wish.deadline <= self._clock():
                 self._expire(waiter)
             elif not waiter.done():  # a cancelled waiter has not been resumed yet to take itself out
-                self._granted += 1
+                self._granted += wish.places
                 waiter.set_result(None)
 
     def _room(self) -> int:
         return self._credits() - self._granted
 
-    async def _enter(self, deadline: float) -> None:
+    async def _enter(self, deadline: float, places: int) -> None:
         now = self._clock()
         if deadline <= now:
             raise self._too_late()
-        self.check()
+        self.check(places)
         if not self._queue and self._room() > 0 and not self._granted:
             return
         if not self._queue:
             self._since = now
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        self._queue[waiter] = deadline
+        self._queue[waiter] = _Wish(deadline, places)
         timer = loop.call_later(deadline - now, self._expire, waiter)
         self.pump()
         try:
@@ -90,12 +99,12 @@ class Gate:
             self._queue.pop(waiter, None)
             if not waiter.cancelled() and waiter.exception() is None:
                 # Granted, then cancelled before it ran: the turn goes to the next.
-                self._granted -= 1
+                self._granted -= places
                 self.pump()
             raise
         finally:
             timer.cancel()
-        self._granted -= 1
+        self._granted -= places
 
     def _expire(self, waiter: asyncio.Future[None]) -> None:
         self._queue.pop(waiter, None)

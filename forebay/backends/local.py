@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -16,26 +16,22 @@ import msgspec
 from ..catalog import ModelFiles, fingerprint, open_gguf, read_meta
 from ..config import Settings
 from ..contract import (
-    ChatRequest,
     ContextTooLong,
-    DeadlineExceeded,
     Delta,
-    EngineFailure,
-    EngineUnavailable,
-    ForebayError,
+    GenRequest,
     InvalidRequest,
     Load,
     Message,
     ModelCard,
     Prepared,
     Tokens,
-    Usage,
 )
-from ..engine.client import EngineClient, Stream
-from ..engine.sequence import Emit, End, GenSpec
+from ..engine.client import EngineClient
+from ..engine.sequence import GenSpec
 from ..text.detokenize import Detokenizer
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
+from .answer import deltas
 
 _T = TypeVar("_T")
 
@@ -47,10 +43,12 @@ CHARS_PER_TOKEN = 32
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What Prepared carries: the order without its id, and the stop strings, which the engine never sees."""
+    """What Prepared carries: the order without its id, and what the engine never sees: stop strings, and whether the
+    answer is a chat's, in which thinking is told from content."""
 
     spec: GenSpec
     stop: tuple[str, ...]
+    chat: bool
 
 
 class LocalBackend:
@@ -100,24 +98,25 @@ class LocalBackend:
     def watch(self, callback: Callable[[], None]) -> None:
         self._client.watch(callback)
 
-    async def prepare(self, request: ChatRequest, resume: object | None = None) -> Prepared:
+    async def prepare(self, request: GenRequest, resume: object | None = None) -> Prepared:
         limit = self.card.max_context
-        size = sum(len(message.content) for message in request.messages)
+        field = "messages" if request.prompt is None else "prompt"
+        size = _size(request)
         if size > CHARS_PER_TOKEN * limit:
             raise ContextTooLong(
-                f"the messages have {size} characters; the context holds {limit} tokens", param="messages"
+                f"{field}: {size} characters; the context holds {limit} tokens, answer included", param=field
             )
         whole = size + sum(map(len, request.bad_words))
-        ids, bad_words = await _aside(whole, lambda: self._encode(request))
+        ids, bad_words = await _aside(whole, lambda: (self._ids(request), self._bad_words(request.bad_words)))
+        if not ids:
+            raise InvalidRequest(f"{field}: no tokens, so there is nothing to go on from", param=field)
         room = limit - len(ids)
         if room < 1:
-            raise ContextTooLong(
-                f"the messages are {len(ids)} tokens; the context holds {limit}, answer included", param="messages"
-            )
+            raise ContextTooLong(f"{field}: {len(ids)} tokens; the context holds {limit}, answer included", param=field)
         max_tokens = room if request.max_tokens is None else request.max_tokens
         if max_tokens > room:
             raise ContextTooLong(
-                f"the messages are {len(ids)} tokens and max_tokens is {max_tokens}; the context holds {limit}",
+                f"{field} has {len(ids)} tokens and max_tokens is {max_tokens}; the context holds {limit}",
                 param="max_tokens",
             )
         if request.min_tokens > max_tokens:
@@ -142,38 +141,57 @@ class LocalBackend:
             presence_penalty=request.presence_penalty,
             logit_bias={id: bias for id, bias in sorted(request.logit_bias.items()) if bias},
             bad_words=bad_words,
+            logprobs=request.logprobs,
         )
-        key = hashlib.sha256(msgspec.msgpack.encode((self._fingerprint, spec, request.stop))).digest()
-        return Prepared(len(ids), key, _Order(spec, request.stop))
+        chat = request.prompt is None
+        key = hashlib.sha256(msgspec.msgpack.encode((self._fingerprint, spec, request.stop, chat))).digest()
+        return Prepared(len(ids), key, _Order(spec, request.stop, chat))
 
-    def _encode(self, request: ChatRequest) -> tuple[list[int], list[list[int]]]:
-        """The prompt, and the sequences of ids that bad words are written in: as they are, and with one space before.
+    def _ids(self, request: GenRequest) -> list[int]:
+        if request.prompt is None:
+            return self._template.encode(self._tokenizer, request.messages)
+        if isinstance(request.prompt, tuple):
+            return list(request.prompt)
+        return self._plain(request.prompt, bos=True, parse_special=request.parse_special)
+
+    def _plain(self, text: str, *, bos: bool, parse_special: bool) -> list[int]:
+        ids = self._tokenizer.encode(text, specials=parse_special)
+        # A text that brings its own BOS needs no second one.
+        if bos and self._meta.add_bos and self._meta.bos_id is not None and ids[:1] != [self._meta.bos_id]:
+            ids.insert(0, self._meta.bos_id)
+        return ids
+
+    def _bad_words(self, texts: tuple[str, ...]) -> list[list[int]]:
+        """The sequences of ids that bad words are written in: as they are, and with one space before.
         (Text of several tokens can be written in others; those are not looked for.)"""
-        ids = self._template.encode(self._tokenizer, request.messages)
         words = set()
-        for word in request.bad_words:
+        for word in texts:
             bare = word.lstrip() or word
             for text in (bare, " " + bare):
                 # Encoded as a piece after another: answers go on inside a text, where no tokenizer adds a space itself.
                 words.add(tuple(self._tokenizer.encode_pieces([0, text])[1:]))
-        return ids, [list(word) for word in sorted(words) if word]
+        return [list(word) for word in sorted(words) if word]
 
     async def tokenize(
-        self, source: str | tuple[Message, ...], *, bos: bool = True, generation_prompt: bool = True
+        self,
+        source: str | tuple[Message, ...],
+        *,
+        bos: bool = True,
+        parse_special: bool = False,
+        generation_prompt: bool = True,
+        variables: Mapping[str, bool | str] | None = None,
     ) -> Tokens:
         limit = self.card.max_context
         if isinstance(source, str):
             param, size = "prompt", len(source)
         else:
-            param, size = "messages", sum(len(message.content) for message in source)
+            param, size = "messages", sum(map(_length, source))
         if size > CHARS_PER_TOKEN * limit:
             raise ContextTooLong(f"{param}: {size} characters; the context holds {limit} tokens", param=param)
 
         def work() -> Tokens:
             if isinstance(source, str):
-                ids = self._tokenizer.encode(source, specials=False)
-                if bos and self._meta.add_bos and self._meta.bos_id is not None:
-                    ids.insert(0, self._meta.bos_id)
+                ids = self._plain(source, bos=bos, parse_special=parse_special)
             else:
                 ids = self._template.encode(self._tokenizer, source, answer=generation_prompt)
             return Tokens(tuple(ids), tuple(map(self._tokenizer.token_text, ids)))
@@ -188,17 +206,22 @@ class LocalBackend:
         return await _aside(len(ids), work)
 
     @asynccontextmanager
-    async def open(self, prepared: Prepared, *, deadline: float | None = None) -> AsyncIterator[AsyncIterator[Delta]]:
+    async def open(
+        self, prepared: Prepared, *, choice: int = 0, deadline: float | None = None
+    ) -> AsyncIterator[AsyncIterator[Delta]]:
         order = prepared.order
         if not isinstance(order, _Order):
             raise TypeError("not prepared by this backend")
-        stream = self._client.submit(lambda id: msgspec.structs.replace(order.spec, id=id, deadline=deadline))
-        deltas = _deltas(stream, Detokenizer(self._tokenizer, order.stop))
+        spec = order.spec
+        # Greedy answers have none, and are all the same.
+        seed = spec.seed + choice if spec.temperature else 0
+        stream = self._client.submit(lambda id: msgspec.structs.replace(spec, id=id, seed=seed, deadline=deadline))
+        answer = deltas(stream, self._tokenizer, order.stop, None)
         try:
-            yield deltas
+            yield answer
         finally:
             self._client.release(stream)
-            await deltas.aclose()
+            await answer.aclose()
 
 
 async def _aside(size: int, work: Callable[[], _T]) -> _T:
@@ -206,48 +229,19 @@ async def _aside(size: int, work: Callable[[], _T]) -> _T:
     return await asyncio.to_thread(work) if size > THREAD_FROM else work()
 
 
-def _seed(request: ChatRequest) -> int:
+def _size(request: GenRequest) -> int:
+    """Characters to be tokenized."""
+    if request.prompt is None:
+        return sum(map(_length, request.messages))
+    return len(request.prompt) if isinstance(request.prompt, str) else 0
+
+
+def _length(message: Message) -> int:
+    return len(message.content) + len(message.name or "") + len(message.reasoning or "")
+
+
+def _seed(request: GenRequest) -> int:
     """Greedy answers need none, and must not differ in their key for it."""
     if request.temperature == 0:
         return 0
     return secrets.randbits(63) if request.seed is None else request.seed
-
-
-async def _deltas(stream: Stream, detokenizer: Detokenizer) -> AsyncGenerator[Delta]:
-    """Text as it comes, until the ending. What piled up while nobody read comes as one delta."""
-    n_prompt, n_done = len(stream.spec.ids), 0
-    while True:
-        emit = await stream.get()
-        # The token that ends the answer is counted but is no text.
-        speaking = emit.tokens[:-1] if emit.end is End.STOP else emit.tokens
-        text = ""
-        n_new = len(emit.tokens)
-        for i, token in enumerate(speaking):
-            text += detokenizer.push([token])
-            if detokenizer.stopped:
-                n_new = i + 1
-                break
-        n_done += n_new
-        usage = Usage(n_prompt, n_done, emit.cached)
-        if detokenizer.stopped:
-            yield Delta(text, n_new, usage, emit.started, "stop")
-            return
-        if emit.end is None:
-            yield Delta(text, n_new, usage, emit.started)
-            continue
-        if emit.end not in (End.STOP, End.LENGTH):
-            raise _error(emit, lost=stream.lost)
-        text += detokenizer.finish()
-        stopped = emit.end is End.STOP or detokenizer.stopped
-        yield Delta(text, n_new, usage, emit.started, "stop" if stopped else "length")
-        return
-
-
-def _error(emit: Emit, *, lost: bool) -> ForebayError:
-    if lost:
-        return EngineUnavailable(emit.detail, retry_after=2)
-    if emit.end is End.EXPIRED:
-        return DeadlineExceeded("the server is busy: the request waited longer than it may", retry_after=2)
-    if emit.end is End.REFUSED:
-        return InvalidRequest(emit.detail)
-    return EngineFailure(emit.detail or "the request was cancelled")

@@ -42,8 +42,8 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Per sampling row (S of them): arrays [S], and the token ids that must not be drawn now. ``logprobs``: how many are
-    wanted, of rows that want any. ``biases`` and ``penalties`` None: no row has any."""
+    """Per sampling row (S of them): arrays [S], and the token ids that must not be drawn now. ``logprobs``: how many
+    are wanted, by row, of those that want any. ``biases`` and ``penalties`` None: no row has any."""
 
     temperature: npt.NDArray[np.float32]
     top_k: Ints

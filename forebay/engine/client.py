@@ -22,7 +22,7 @@ from typing import Any
 
 from ..config import EngineSettings
 from ..contract import EngineFailure, EngineUnavailable, Load, Unsupported
-from .sequence import Emit, End, GenSpec
+from .sequence import Emit, End, GenSpec, Logprobs
 from .wire import Cancel, Failed, Frame, Hello, Submit, ToEngine, Unpacker, pack, to_front
 
 log = logging.getLogger(__name__)
@@ -47,11 +47,13 @@ class Stream:
         self.ended = False
         self.lost = False
         self._tokens: list[int] = []
+        self._logprobs: list[Logprobs] = []
         self._last: Emit | None = None
         self._news = asyncio.Event()
 
     def put(self, emit: Emit) -> None:
         self._tokens += emit.tokens
+        self._logprobs += emit.logprobs
         self._last = emit
         self.ended = emit.end is not None
         self._news.set()
@@ -64,7 +66,8 @@ class Stream:
         if last is None:
             raise RuntimeError("news without news")
         tokens, self._tokens = self._tokens, []
-        return Emit(last.id, tokens, last.end, last.detail, last.cached, last.started)
+        logprobs, self._logprobs = self._logprobs, []
+        return Emit(last.id, tokens, last.end, last.detail, last.cached, last.started, logprobs)
 
 
 class EngineClient:

@@ -107,7 +107,8 @@ class Engine:
                 try:
                     alone = self._runner.execute(Step((work,)))
                     tokens[i] = alone.tokens[0]
-                    logprobs |= {i: entry for entry in alone.logprobs.values()}
+                    if alone.logprobs:
+                        logprobs[i] = alone.logprobs[0]
                 except Exception as error:
                     log.exception("sequence %d failed", work.seq.spec.id)
                     failures[i] = f"the engine failed: {type(error).__name__}"

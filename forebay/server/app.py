@@ -19,9 +19,10 @@ from ..contract import Backend
 from .auth import Auth, callers
 from .body import SCHEMA_REF, json_body
 from .border import Border
+from .completions import CompletionRequest
 from .errors import error_response, from_exception
 from .metrics import Metrics
-from .routes import chat, health, models, tokens
+from .routes import generate, health, models, tokens
 from .schemas import ChatCompletionRequest
 from .tokens import DetokenizeRequest, TokenizeRequest
 
@@ -56,7 +57,9 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
             path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": json_body(schema)}
         )
 
-    post("/v1/chat/completions", chat.create_chat_completion, ChatCompletionRequest)
+    post("/v1/chat/completions", generate.create_chat_completion, ChatCompletionRequest)
+    post("/v1/completions", generate.create_completion, CompletionRequest)
+    app.add_api_route("/v1/embeddings", generate.create_embedding, methods=["POST"], response_model=None)
     post("/tokenize", tokens.tokenize, TokenizeRequest)
     post("/detokenize", tokens.detokenize, DetokenizeRequest)
     get("/v1/models", models.list_models)
@@ -86,7 +89,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatCompletionRequest, TokenizeRequest, DetokenizeRequest):
+        for kind in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
             schema = kind.model_json_schema(ref_template=SCHEMA_REF)
             schemas.update({**schema.pop("$defs", {}), kind.__name__: schema})
         app.openapi_schema = document

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..contract import Busy, Delta, ForebayError, Load
+from ..contract import Busy, Delta, FinishReason, ForebayError, Load
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -57,8 +57,8 @@ class Metrics:
         for reason in ("queue_full", "deadline_exceeded", "engine_unavailable"):
             self.rejections(reason)
 
-    def turn(self, arrival: float) -> Turn:
-        return Turn(self, arrival)
+    def turn(self, arrival: float, prompt_tokens: int, choices: int) -> Turn:
+        return Turn(self, arrival, prompt_tokens, choices)
 
     def rejected(self, error: ForebayError) -> None:
         self.rejections(error.code or "other").inc()
@@ -68,38 +68,45 @@ class Metrics:
 
 
 class Turn:
-    """Counts one chat request. The first ending counts; a later one is ignored, so that all endings add up.
+    """Counts one request. The first ending counts; a later one is ignored, so that all endings add up.
 
-    ``arrival`` is in seconds on time.monotonic().
+    ``arrival`` is in seconds on time.monotonic(). ``prompt_tokens`` are those of all its prompts, each once; it ends
+    well when all ``choices`` have. Of several choices the first token of any is the request's first.
     """
 
-    def __init__(self, metrics: Metrics, arrival: float) -> None:
+    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int) -> None:
         self._metrics = metrics
         self._arrival = arrival
+        self._prompt_tokens = prompt_tokens
+        self._open = choices
         self._first: float | None = None
-        self._last = arrival
+        self._last: dict[int, float] = {}  # choice -> when its last token came
+        self._finish: FinishReason = "stop"
         self._ended = False
 
-    def saw(self, delta: Delta) -> None:
+    def saw(self, choice: int, delta: Delta) -> None:
         metrics, now = self._metrics, time.monotonic()
         if delta.n_tokens > 0:
             metrics.generation_tokens.inc(delta.n_tokens)
             if self._first is None:
                 self._first = now
-                metrics.prompt_tokens.inc(delta.usage.prompt_tokens)
+                metrics.prompt_tokens.inc(self._prompt_tokens)
                 metrics.ttft.observe(now - self._arrival)
                 metrics.queue_time.observe(max(0.0, delta.started - self._arrival))
                 metrics.prefill_time.observe(max(0.0, now - delta.started))
-            else:
-                gap = (now - self._last) / delta.n_tokens
+            if choice in self._last:
+                gap = (now - self._last[choice]) / delta.n_tokens
                 for _ in range(delta.n_tokens):
                     metrics.itl.observe(gap)
-            self._last = now
-        if delta.finish is not None and self._end():
-            metrics.success(delta.finish).inc()
-            metrics.e2e.observe(now - self._arrival)
-            if self._first is not None:
-                metrics.decode_time.observe(self._last - self._first)
+            self._last[choice] = now
+        if delta.finish is not None:
+            self._open -= 1
+            self._finish = "length" if delta.finish == "length" else self._finish
+            if not self._open and self._end():
+                metrics.success(self._finish).inc()
+                metrics.e2e.observe(now - self._arrival)
+                if self._first is not None:
+                    metrics.decode_time.observe(max(self._last.values()) - self._first)
 
     def failed(self, error: ForebayError) -> None:
         if self._end():

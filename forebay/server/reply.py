@@ -1,4 +1,4 @@
-"""The ASGI response that owns a chat turn: from the queue to the last byte, or to the client's leaving.
+"""The ASGI response that owns an answer: from the queue to the last byte, or to the client's leaving.
 
 Law 8: a stream's 200 leaves with the first token, or after ``stream_hold`` seconds. Until then a failure has its
 true status; from then on it is an error frame without [DONE].
@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..admission.gate import Gate
 from ..config import ServerSettings
-from ..contract import Backend, Delta, EngineFailure, EngineUnavailable, FinishReason, ForebayError, Prepared, Usage
+from ..contract import Backend, Delta, EngineFailure, EngineUnavailable, ForebayError, Prepared, Usage
 from . import errors, sse
 from .border import RequestRecord, record_of
+from .formats import Collected, Format
 from .metrics import Turn
 
+#: Takes a choice's index and its news.
+_Take = Callable[[int, Delta], Awaitable[None]]
 _LAST_WORDS = 1.0  # seconds for an error to leave when the server goes down
 
 
@@ -31,10 +33,18 @@ class _ReaderStalled(Exception):
     """The client has not read for ``reader_timeout`` seconds."""
 
 
-class ChatReply(Response):
-    """Runs one prepared request and sends the answer, as JSON or as a stream.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One text of an answer: a prompt, and the how-manieth that is drawn for it."""
 
-    Whatever happens, the backend's context is left (the cancel) and ``turn`` gets exactly one ending. ``arrival``
+    prepared: Prepared
+    number: int = 0
+
+
+class Reply(Response):
+    """Runs the choices of one request at once and sends the answer, as JSON or as a stream.
+
+    Whatever happens, the backend's contexts are left (the cancel) and ``turn`` gets exactly one ending. ``arrival``
     and ``deadline`` are in seconds on time.monotonic().
     """
 
@@ -43,7 +53,8 @@ class ChatReply(Response):
         backend: Backend,
         gate: Gate,
         settings: ServerSettings,
-        prepared: Prepared,
+        choices: Sequence[Choice],
+        form: Format,
         turn: Turn,
         *,
         arrival: float,
@@ -55,14 +66,13 @@ class ChatReply(Response):
         self._backend = backend
         self._gate = gate
         self._settings = settings
-        self._prepared = prepared
+        self._choices = choices
+        self._format = form
         self._turn = turn
         self._arrival = arrival
         self._deadline = deadline
         self._stream = stream
         self._include_usage = include_usage
-        self._answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
@@ -99,56 +109,75 @@ class ChatReply(Response):
             self._turn.failed(shown)
             await wire.fail(shown)
 
-    async def _run(self, record: RequestRecord, take: Callable[[Delta], Awaitable[None]]) -> tuple[FinishReason, Usage]:
-        """Wait for a turn, run, hand each delta to ``take``; returns how it ended."""
-        async with (
-            self._gate.admit(self._deadline),
-            self._backend.open(self._prepared, deadline=self._deadline) as deltas,
-        ):
+    async def _run(self, record: RequestRecord, take: _Take) -> Usage:
+        """Wait for a turn, run all choices, hand each delta to ``take``; returns the usage of all."""
+        usages = [Usage(0, 0)] * len(self._choices)
+
+        async def follow(index: int, deltas: AsyncIterator[Delta]) -> None:
             async for delta in deltas:
-                self._turn.saw(delta)
-                record.prompt_tokens = delta.usage.prompt_tokens
-                record.completion_tokens = delta.usage.completion_tokens
-                await take(delta)
+                self._turn.saw(index, delta)
+                usages[index] = delta.usage
+                total = self._total(usages)
+                record.prompt_tokens = total.prompt_tokens
+                record.completion_tokens = total.completion_tokens
+                await take(index, delta)
                 if delta.finish is not None:
-                    return delta.finish, delta.usage
-        raise EngineFailure("the answer broke off")
+                    return
+            raise EngineFailure("the answer broke off")
+
+        async with self._gate.admit(self._deadline, len(self._choices)), contextlib.AsyncExitStack() as stack:
+            # All are opened before this first suspends, as the gate demands.
+            streams = [
+                await stack.enter_async_context(
+                    self._backend.open(choice.prepared, choice=choice.number, deadline=self._deadline)
+                )
+                for choice in self._choices
+            ]
+            if len(streams) == 1:
+                await follow(0, streams[0])
+            else:
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for index, deltas in enumerate(streams):
+                            group.create_task(follow(index, deltas))
+                except ExceptionGroup as failed:  # one says it all; the others were cancelled
+                    raise failed.exceptions[0] from None
+        return self._total(usages)
+
+    def _total(self, usages: Sequence[Usage]) -> Usage:
+        """Prompts count once, however many choices each has."""
+        if len(usages) == 1:
+            return usages[0]
+        first = [usage for choice, usage in zip(self._choices, usages, strict=True) if choice.number == 0]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in first),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in first),
+        )
 
     async def _send_stream(self, wire: _Wire, record: RequestRecord) -> None:
-        chunks = sse.Chunks(self._answer_id, self._created, self._backend.card.id, include_usage=self._include_usage)
-        head = chunks.role()
+        form = self._format
+        unopened = set(range(len(self._choices)))
 
-        async def take(delta: Delta) -> None:
-            nonlocal head
-            # A frame even without text (half a character, a held-back stop string, the end-of-turn token): a client
-            # that times frames then times tokens.
-            frames, head = head + chunks.text(delta.text), b""
+        async def take(index: int, delta: Delta) -> None:
+            frames = form.opening(index) if index in unopened else b""
+            unopened.discard(index)
+            frames += form.delta(index, delta)
+            if delta.finish is not None:
+                frames += form.finish(index, delta.finish)
             await wire.write(frames)
 
-        finish, usage = await self._run(record, take)
-        frames = chunks.finish(finish)
-        if self._include_usage:
-            frames += chunks.usage(usage)
-        await wire.write(frames + sse.DONE, last=True)
+        usage = await self._run(record, take)
+        await wire.write((form.usage(usage) if self._include_usage else b"") + sse.DONE, last=True)
 
     async def _send_json(self, wire: _Wire, record: RequestRecord) -> None:
-        texts: list[str] = []
+        choices = [Collected() for _ in self._choices]
 
-        async def take(delta: Delta) -> None:
-            texts.append(delta.text)
+        async def take(index: int, delta: Delta) -> None:
+            choices[index].add(delta)
 
-        finish, usage = await self._run(record, take)
-        message = {"role": "assistant", "content": "".join(texts), "refusal": None}
-        answer = {
-            "id": self._answer_id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._backend.card.id,
-            "system_fingerprint": None,
-            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": finish}],
-            "usage": sse.usage_fields(usage),
-        }
-        await wire.respond(Response(msgspec.json.encode(answer), media_type="application/json"))
+        usage = await self._run(record, take)
+        await wire.respond(Response(self._format.whole(choices, usage), media_type="application/json"))
 
     async def _keep_alive(self, wire: _Wire) -> None:
         """Send the 200 when the hold is over, and comments whenever the stream has been silent for long."""

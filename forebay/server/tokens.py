@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
 
 from ..config import ServerSettings
 from ..contract import InvalidRequest, Message, ModelCard
-from .schemas import ChatMessage, ForModel, Text, check_ids, parse_body
+from .fields import ForModel, Neutral, Text, check_ids, parse_body
+from .schemas import ChatMessage, Variables
 
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+_NEUTRAL: Neutral = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "mm_processor_kwargs": ({},),
     "tools": ([],),
@@ -28,6 +27,10 @@ class TokenizeRequest(ForModel):
     add_special_tokens: bool | None = Field(
         None, description="With prompt: a BOS token in front, where the model wants one. Default: true."
     )
+    parse_special: bool | None = Field(
+        None, description="With prompt: special tokens written in it count as such. Default: false."
+    )
+    chat_template_kwargs: Variables = Field({}, description="With messages: as in a chat.")
     add_generation_prompt: bool | None = Field(
         None, description="With messages: up to where the answer begins. Default: true."
     )
@@ -43,6 +46,10 @@ class TokenizeRequest(ForModel):
             raise InvalidRequest(
                 "add_special_tokens: with messages the chat template decides", param="add_special_tokens"
             )
+        if self.messages is not None and self.parse_special:
+            raise InvalidRequest("parse_special: only with prompt", param="parse_special")
+        if self.messages is None and self.chat_template_kwargs:
+            raise InvalidRequest("chat_template_kwargs: only with messages", param="chat_template_kwargs")
         if self.messages is None:
             return self.prompt or ""
         return tuple(message.plain() for message in self.messages)

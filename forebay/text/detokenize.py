@@ -47,6 +47,11 @@ class Detokenizer:
             return self._stop_at(window, match)
         return window
 
+    @property
+    def pending(self) -> int:
+        """Characters held back."""
+        return len(self._held)
+
     def _first_match(self, window: str) -> int:
         """Where the first stop string begins in ``window``; its length if there is none."""
         return min((at for stop in self._stop if (at := window.find(stop)) >= 0), default=len(window))

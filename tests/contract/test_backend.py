@@ -22,11 +22,11 @@ from forebay.backends.local import LocalBackend
 from forebay.catalog import ModelFiles, read_meta
 from forebay.config import EngineSettings, Settings
 from forebay.contract import (
-    ChatRequest,
     ContextTooLong,
     DeadlineExceeded,
     Delta,
     EngineUnavailable,
+    GenRequest,
     InvalidRequest,
     Message,
 )
@@ -83,11 +83,11 @@ async def backend(model: tuple[ModelFiles, Judge]) -> AsyncIterator[LocalBackend
         yield running
 
 
-def ask(text: str = "the quick brown fox", **more: Any) -> ChatRequest:
-    return ChatRequest(**{"messages": (Message("user", text),), "max_tokens": 24, "temperature": 0.0, **more})
+def ask(text: str = "the quick brown fox", **more: Any) -> GenRequest:
+    return GenRequest(**{"messages": (Message("user", text),), "max_tokens": 24, "temperature": 0.0, **more})
 
 
-async def run(backend: LocalBackend, request: ChatRequest, **more: Any) -> list[Delta]:
+async def run(backend: LocalBackend, request: GenRequest, **more: Any) -> list[Delta]:
     prepared = await backend.prepare(request)
     async with backend.open(prepared, **more) as deltas:
         return [delta async for delta in deltas]
@@ -204,6 +204,7 @@ async def test_keys_tell_requests_apart(backend: LocalBackend) -> None:
             ("logit_bias", {5: -1.0}),
             ("bad_words", ("x",)),
             ("bad_words", ("y",)),
+            ("logprobs", 0),
         )
     ]
     assert len({await key(), *others}) == 1 + len(others)
@@ -250,3 +251,76 @@ def test_a_model_without_a_template_is_refused(model: tuple[ModelFiles, Judge], 
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(Exception, match="chat template"):
         ChatTemplate.of(read_meta(ModelFiles("bare", "hf", tmp_path)))
+
+
+# ---- prompts that are no chat, choices, log probabilities
+
+
+async def test_prompts_of_text_and_of_ids(backend: LocalBackend, model: tuple[ModelFiles, Judge]) -> None:
+    files, judge = model
+    tokenizer = Tokenizer.load(files, read_meta(files))
+    text = "the quick<|im_end|> brown"
+
+    async def tokens(**more: Any) -> list[Delta]:
+        return await run(backend, GenRequest(max_tokens=12, temperature=0.0, ignore_eos=True, **more))
+
+    for request, ids in (
+        ({"prompt": text}, tokenizer.encode(text, specials=False)),
+        ({"prompt": text, "parse_special": True}, tokenizer.encode(text, specials=True)),
+        ({"prompt": (5, 6, 7, 1)}, [5, 6, 7, 1]),
+    ):
+        deltas = await tokens(**request)
+        wanted = Detokenizer(tokenizer)
+        assert "".join(d.text for d in deltas) == wanted.push(judge.greedy(ids, 12)) + wanted.finish()
+        assert deltas[-1].usage.prompt_tokens == len(ids)
+    for prompt in ("", ()):
+        with pytest.raises(InvalidRequest) as caught:
+            await backend.prepare(GenRequest(prompt=prompt))
+        assert caught.value.param == "prompt"
+    with pytest.raises(ContextTooLong) as caught:
+        await backend.prepare(GenRequest(prompt=(5,) * 600))
+    assert caught.value.param == "prompt"
+
+
+async def test_choices_are_what_their_seeds_give(backend: LocalBackend) -> None:
+    hot = {"temperature": 1.5, "ignore_eos": True, "max_tokens": 12}
+    prepared = await backend.prepare(ask(**hot, seed=40))
+
+    async def text(choice: int) -> str:
+        async with backend.open(prepared, choice=choice) as deltas:
+            return "".join([delta.text async for delta in deltas])
+
+    choices = await asyncio.gather(*map(text, range(4)))
+    alone = [await run(backend, ask(**hot, seed=40 + i)) for i in range(4)]
+    assert choices == ["".join(d.text for d in deltas) for deltas in alone]
+    assert len(set(choices)) == 4
+
+
+async def test_log_probabilities_come_with_the_text_of_their_token(
+    backend: LocalBackend, model: tuple[ModelFiles, Judge]
+) -> None:
+    files, _ = model
+    tokenizer = Tokenizer.load(files, read_meta(files))
+    deltas = await run(backend, ask(max_tokens=60, ignore_eos=True, logprobs=3))
+    entries = [entry for delta in deltas for entry in delta.logprobs]
+    text = "".join(d.text for d in deltas)
+    assert len(entries) == 60
+    spoken = [entry for entry in entries if entry.data not in map(str.encode, tokenizer.special_ids)]
+    assert b"".join(entry.data for entry in spoken).decode(errors="replace").startswith(text)
+    assert all(len(entry.top) == 3 and entry.top[0] == (entry.data, entry.logprob) for entry in entries)  # greedy
+    said = 0
+    for delta in deltas:
+        said += len(delta.text)
+        assert all(entry.offset <= said for entry in delta.logprobs)
+    assert [entry.offset for entry in entries] == sorted(entry.offset for entry in entries)
+
+
+async def test_no_log_probability_tells_of_a_stop_string(backend: LocalBackend) -> None:
+    whole = await run(backend, ask(max_tokens=60, ignore_eos=True, logprobs=0))
+    entries = [entry for delta in whole for entry in delta.logprobs]
+    text = "".join(d.text for d in whole)
+    # Two characters long, so that its first one is held back until the second has come.
+    at = next(i for i in range(5, len(text) - 1) if text[i : i + 2].isascii() and text.index(text[i : i + 2]) == i)
+    deltas = await run(backend, ask(max_tokens=400, ignore_eos=True, logprobs=0, stop=(text[at : at + 2],)))
+    assert "".join(d.text for d in deltas) == text[:at]
+    assert [e for d in deltas for e in d.logprobs] == [entry for entry in entries if entry.offset < at]

@@ -59,7 +59,7 @@ def test_they_are_the_models_own_whatever_is_done_to_the_logits(
     plain: tuple[ModelFiles, Judge], engine_of: Callable[..., Engine]
 ) -> None:
     files, judge = plain
-    bias = {id: 100.0 for id in (3, 4, 5)}
+    bias = dict.fromkeys((3, 4, 5), 100.0)
     order = GenSpec(
         1, prompt(40), 12, temperature=1.5, seed=5, logit_bias=bias, repetition_penalty=1.8, bad_words=[[4]], logprobs=1
     )

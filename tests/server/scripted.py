@@ -16,10 +16,10 @@ from fastapi import FastAPI
 
 from forebay.config import AdmissionSettings, EngineSettings, KeySettings, ServerSettings, Settings
 from forebay.contract import (
-    ChatRequest,
     ContextTooLong,
     Delta,
     FinishReason,
+    GenRequest,
     Load,
     Message,
     ModelCard,
@@ -33,7 +33,7 @@ from forebay.server.http import protocol
 
 MODEL = "scripted"
 ANSWER = ("The ", "capital ", "of ", "France ", "is ", "Paris", ".")
-Script = Callable[[ChatRequest, int], AsyncIterator[Delta]]
+Script = Callable[[GenRequest, int], AsyncIterator[Delta]]
 
 
 def say(
@@ -41,7 +41,7 @@ def say(
 ) -> Script:
     """One token per text, ``pause`` seconds apart, the first after ``first`` seconds."""
 
-    async def play(_request: ChatRequest, n_prompt: int) -> AsyncIterator[Delta]:
+    async def play(_request: GenRequest, n_prompt: int) -> AsyncIterator[Delta]:
         started = time.monotonic()
         await asyncio.sleep(first)
         for i, text in enumerate(texts, 1):
@@ -55,7 +55,7 @@ def say(
 def fail(error: Exception, after: int = 0, pause: float = 0.0) -> Script:
     """``after`` tokens, then ``error``."""
 
-    async def play(request: ChatRequest, n_prompt: int) -> AsyncIterator[Delta]:
+    async def play(request: GenRequest, n_prompt: int) -> AsyncIterator[Delta]:
         if after:
             async for delta in say(("word ",) * after, finish=None)(request, n_prompt):
                 yield delta
@@ -76,9 +76,10 @@ class ScriptedBackend:
     max_context: int = 4096
     sampling: SamplingDefaults = SamplingDefaults()
     prepare_error: Exception | None = None
-    requests: list[ChatRequest] = field(default_factory=list)
+    requests: list[GenRequest] = field(default_factory=list)
     running: int = 0
     opened: int = 0
+    choices: list[int] = field(default_factory=list)  # as they were opened
     left: list[float] = field(default_factory=list)  # time.monotonic() of each leaving
     most_running: int = 0
     entered: bool = False
@@ -95,24 +96,32 @@ class ScriptedBackend:
     def card(self) -> ModelCard:
         return ModelCard(MODEL, 1_700_000_000, self.max_context, 1000, self.sampling)
 
-    async def prepare(self, request: ChatRequest, resume: object | None = None) -> Prepared:
+    async def prepare(self, request: GenRequest, resume: object | None = None) -> Prepared:
         if self.prepare_error is not None:
             raise self.prepare_error
         self.requests.append(request)
-        n_tokens = sum(len(m.content.split()) for m in request.messages)
+        texts = [m.content for m in request.messages] if request.prompt is None else [request.prompt]
+        n_tokens = sum(len(text.split() if isinstance(text, str) else text) for text in texts)
         if n_tokens + (request.max_tokens or 1) > self.max_context:
             raise ContextTooLong("too long", param="messages")
         return Prepared(n_tokens, hashlib.sha256(repr(request).encode()).digest(), request)
 
     async def tokenize(
-        self, source: str | tuple[Message, ...], *, bos: bool = True, generation_prompt: bool = True
+        self,
+        source: str | tuple[Message, ...],
+        *,
+        bos: bool = True,
+        parse_special: bool = False,
+        generation_prompt: bool = True,
+        variables: Mapping[str, bool | str] | None = None,
     ) -> Tokens:
-        """One token per word, its length; "<s>" and "<answer>" where they are asked for."""
+        """One token per word, its length; "<s>", "<special>", "<answer>" and variables where they are asked for."""
         if isinstance(source, str):
-            words = [*(["<s>"] if bos else []), *source.split()]
+            words = [*(["<s>"] if bos else []), *(["<special>"] if parse_special else []), *source.split()]
         else:
             words = " ".join(f"<{m.role}> {m.content}" for m in source).split()
             words += ["<answer>"] if generation_prompt else []
+            words += [f"{name}={value}" for name, value in (variables or {}).items()]
         await asyncio.sleep(self.tokenize_pause)
         return Tokens(tuple(map(len, words)), tuple(words))
 
@@ -120,8 +129,11 @@ class ScriptedBackend:
         return " ".join("x" * i for i in ids)
 
     @asynccontextmanager
-    async def open(self, prepared: Prepared, *, deadline: float | None = None) -> AsyncIterator[AsyncIterator[Delta]]:
-        assert isinstance(prepared.order, ChatRequest)
+    async def open(
+        self, prepared: Prepared, *, choice: int = 0, deadline: float | None = None
+    ) -> AsyncIterator[AsyncIterator[Delta]]:
+        assert isinstance(prepared.order, GenRequest)
+        self.choices.append(choice)
         self.opened += 1
         self.running += 1
         self.most_running = max(self.most_running, self.running)

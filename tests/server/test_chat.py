@@ -12,7 +12,7 @@ import openai
 import pytest
 from scripted import ANSWER, MODEL, ScriptedBackend, Served, body, say, served
 
-from forebay.contract import ChatRequest, Message, SamplingDefaults
+from forebay.contract import GenRequest, Message, SamplingDefaults
 
 pytestmark = pytest.mark.anyio
 TEXT = "".join(ANSWER)
@@ -156,7 +156,7 @@ async def test_request_reaches_the_backend_as_sent(client: httpx.AsyncClient, se
     response = await client.post("/v1/chat/completions", json=sent)
     assert response.status_code == 200, response.text
     assert server.backend.requests == [
-        ChatRequest(
+        GenRequest(
             messages=(Message("system", "Be brief."), Message("user", "one\ntwo", "Ada")),
             max_tokens=7,
             min_tokens=2,

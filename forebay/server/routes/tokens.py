@@ -26,7 +26,9 @@ async def tokenize(request: Request) -> Response:
         tokens = await backend.tokenize(
             asked.source(),
             bos=asked.add_special_tokens is not False,
+            parse_special=asked.parse_special is True,
             generation_prompt=asked.add_generation_prompt is not False,
+            variables=asked.chat_template_kwargs,
         )
     answer: dict[str, object] = {"count": len(tokens.ids), "max_model_len": backend.card.max_context}
     answer["tokens"] = tokens.ids

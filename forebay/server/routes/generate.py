@@ -1,0 +1,112 @@
+"""POST /v1/chat/completions and /v1/completions; /v1/embeddings, which is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from ...config import ServerSettings, Settings
+from ...contract import (
+    Backend,
+    Busy,
+    ContextTooLong,
+    EngineUnavailable,
+    GenRequest,
+    InvalidRequest,
+    ModelCard,
+    Prepared,
+)
+from ..auth import caller_of
+from ..body import read_body
+from ..completions import parse_completion
+from ..formats import ChatFormat, CompletionFormat, Format
+from ..reply import Choice, Reply
+from ..sampling import Call
+from ..schemas import parse_chat
+
+_Parse = Callable[[bytes, ModelCard, ServerSettings], Call]
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation, as one JSON object or, with `stream: true`, token by token."""
+
+    async def form(call: Call, model: str) -> Format:
+        wanted = call.requests[0].logprobs is not None
+        return ChatFormat(model, include_usage=call.include_usage, logprobs=wanted)
+
+    return await _generate(request, parse_chat, form)
+
+
+async def create_completion(request: Request) -> Response:
+    """Go on from one or more prompts, as one JSON object or, with `stream: true`, token by token."""
+    backend: Backend = request.app.state.backend
+
+    async def form(call: Call, model: str) -> Format:
+        echoes = [await _echo(backend, one) if call.echo else "" for one in call.requests for _ in range(call.n)]
+        wanted = call.requests[0].logprobs is not None
+        return CompletionFormat(model, echoes, include_usage=call.include_usage, logprobs=wanted)
+
+    return await _generate(request, parse_completion, form)
+
+
+async def create_embedding(request: Request) -> Response:
+    """Refused: a chat model has no embeddings worth the name."""
+    model = request.app.state.backend.card.id
+    raise InvalidRequest(f"{model!r} is a chat model; it gives no embeddings", param="model")
+
+
+async def _generate(request: Request, parse: _Parse, form: Callable[[Call, str], Any]) -> Response:
+    arrival = time.monotonic()
+    state = request.app.state
+    backend: Backend = state.backend
+    settings: Settings = state.settings
+    try:
+        _check_open(backend, draining=state.draining)
+        state.gate.check()
+    except Busy as error:
+        state.metrics.rejected(error)
+        raise
+    body = await read_body(request, int(settings.server.max_body))
+    call = parse(body, backend.card, settings.server)
+    salt = caller_of(request.scope).tenant
+    prepared = [await _prepare(backend, replace(one, salt=salt), call.asked_length) for one in call.requests]
+    choices = [Choice(one, number) for one in prepared for number in range(call.n)]
+    return Reply(
+        backend,
+        state.gate,
+        settings.server,
+        choices,
+        await form(call, backend.card.id),
+        state.metrics.turn(arrival, sum(one.n_tokens for one in prepared), len(choices)),
+        arrival=arrival,
+        deadline=arrival + settings.admission.queue_timeout,
+        stream=call.stream,
+        include_usage=call.include_usage,
+    )
+
+
+def _check_open(backend: Backend, *, draining: bool) -> None:
+    if draining:
+        raise EngineUnavailable("the server is shutting down", retry_after=5)
+    load = backend.load()
+    if not load.ready:
+        raise EngineUnavailable(f"the engine is not ready: {load.state}", retry_after=2)
+
+
+async def _prepare(backend: Backend, asked: GenRequest, asked_length: bool) -> Prepared:
+    try:
+        return await backend.prepare(asked)
+    except ContextTooLong:
+        if asked_length:
+            raise
+    # Only the default length may not fit: then the answer gets what the context leaves, which is less.
+    return await backend.prepare(replace(asked, max_tokens=None))
+
+
+async def _echo(backend: Backend, asked: GenRequest) -> str:
+    return await backend.detokenize(asked.prompt) if isinstance(asked.prompt, tuple) else asked.prompt or ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
 
 from ..contract import (
     DeadlineExceeded,
@@ -18,12 +17,8 @@ from ..contract import (
 from ..engine.client import Stream
 from ..engine.sequence import Emit, End, Logprobs
 from ..text.detokenize import Detokenizer
+from ..text.reasoning import Splitter
 from ..text.tokenizer import Tokenizer
-
-
-class Splitter(Protocol):
-    def push(self, text: str) -> tuple[str, str]: ...
-    def finish(self) -> tuple[str, str]: ...
 
 
 class _Speech:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -29,9 +30,12 @@ from ..contract import (
 from ..engine.client import EngineClient
 from ..engine.sequence import GenSpec
 from ..text.detokenize import Detokenizer
+from ..text.reasoning import Reasoning
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .answer import deltas
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -76,6 +80,12 @@ class LocalBackend:
         self._meta = read_meta(self._files)
         self._tokenizer = Tokenizer.load(self._files, self._meta)
         self._template = ChatTemplate.of(self._meta)
+        self._reasoning = Reasoning.of(self._template, self._tokenizer)
+        if not self._template.prefix_stable(self._tokenizer):
+            log.warning(
+                "the model's chat template rewrites earlier turns: of a conversation the prefix cache "
+                "can keep only what stands before the last answer"
+            )
         open_gguf.cache_clear()  # a parsed file is 140 MiB of small objects, and the front needs it no more
         self._fingerprint = fingerprint(self._files)
         self._created = int(time.time())
@@ -149,7 +159,7 @@ class LocalBackend:
 
     def _ids(self, request: GenRequest) -> list[int]:
         if request.prompt is None:
-            return self._template.encode(self._tokenizer, request.messages)
+            return self._template.encode(self._tokenizer, request.messages, variables=request.variables)
         if isinstance(request.prompt, tuple):
             return list(request.prompt)
         return self._plain(request.prompt, bos=True, parse_special=request.parse_special)
@@ -193,7 +203,7 @@ class LocalBackend:
             if isinstance(source, str):
                 ids = self._plain(source, bos=bos, parse_special=parse_special)
             else:
-                ids = self._template.encode(self._tokenizer, source, answer=generation_prompt)
+                ids = self._template.encode(self._tokenizer, source, answer=generation_prompt, variables=variables)
             return Tokens(tuple(ids), tuple(map(self._tokenizer.token_text, ids)))
 
         return await _aside(size, work)
@@ -216,7 +226,8 @@ class LocalBackend:
         # Greedy answers have none, and are all the same.
         seed = spec.seed + choice if spec.temperature else 0
         stream = self._client.submit(lambda id: msgspec.structs.replace(spec, id=id, seed=seed, deadline=deadline))
-        answer = deltas(stream, self._tokenizer, order.stop, None)
+        splitter = self._reasoning.splitter(spec.ids) if order.chat and self._reasoning else None
+        answer = deltas(stream, self._tokenizer, order.stop, splitter)
         try:
             yield answer
         finally:

@@ -8,10 +8,15 @@ match (``Specials.shield``); after the split the marks are taken out again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any, NoReturn, Self
 
 import jinja2
+from jinja2 import meta as jinja2_meta
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..catalog import ModelMeta
@@ -22,13 +27,31 @@ _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 _ROLES = frozenset({"system", "user", "assistant"})
 MAX_CHARS = 4 << 20
 
+_SWITCH = (True, False)
+#: Variables of the field's templates that clients may set, and the values they may have. Values come from this closed
+#: set alone, so no text of a client gets into a prompt unshielded, and no name is one that a template gets from us.
+_VARIABLES: Mapping[str, tuple[bool, ...] | tuple[str, ...]] = {
+    "clear_thinking": _SWITCH,  # GLM 4.7 and 5: leave the thinking of earlier answers out
+    "enable_thinking": _SWITCH,  # Qwen 3, SmolLM3, GLM 4.5
+    "preserve_thinking": _SWITCH,  # Qwen 3.6: keep the thinking of earlier answers
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh", "max"),  # GPT-OSS, GLM 5; as in vLLM
+    "thinking": _SWITCH,  # DeepSeek V3.1, Granite 3
+}
+#: The day for templates that have none of their own to fall back to. SmolLM3's release: it is the model that needs it,
+#: and must not be told a day before its training ended.
+_DAY = date(2025, 7, 8)
+
 
 class ChatTemplate:
     """A model's chat template.
 
     Templates see what the field gives them (messages, add_generation_prompt, bos_token, eos_token, tools and documents
-    None, raise_exception, tojson) except ``strftime_now``: the date would make the prompt, and with it every cached
-    prefix, depend on the day. Templates that ask for it fall back to a fixed date.
+    None, raise_exception, tojson) except the date: it would make the prompt, and with it every cached prefix, depend on
+    the day. Templates that ask whether there is ``strftime_now`` are told no and fall back to a date of their own;
+    those that call it without asking get a fixed day.
+
+    ``source`` is its text. ``variables``: what a client may set, name -> possible values: known switches that this
+    template really reads.
     """
 
     def __init__(self, source: str, *, bos: str = "", eos: str = "", bos_id: int | None = None) -> None:
@@ -36,16 +59,18 @@ class ChatTemplate:
         does not compile."""
         # No autoescape: the output is a prompt, not HTML.
         env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise_exception
         try:
             self._template = env.from_string(source)
+            read = jinja2_meta.find_undeclared_variables(env.parse(source))
         except Exception as error:  # the optimizer runs constant expressions, so anything can be raised
             raise Unsupported(f"the model's chat template does not compile: {error}") from error
-        self._source = source
-        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self.source = source
+        self.variables = {name: values for name, values in _VARIABLES.items() if name in read}
+        self._given = {"bos_token": bos, "eos_token": eos, "strftime_now": _StandingClock(name="strftime_now")}
         self._bos_id = bos_id
 
     @classmethod
@@ -57,13 +82,23 @@ class ChatTemplate:
         return cls(meta.chat_template, bos=meta.bos_token, eos=meta.eos_token, bos_id=bos_id)
 
     def encode(
-        self, tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True, max_chars: int = MAX_CHARS
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        *,
+        answer: bool = True,
+        variables: Mapping[str, bool | str] | None = None,
+        max_chars: int = MAX_CHARS,
     ) -> list[int]:
-        """Prompt ids of a conversation; ``answer``: up to where the assistant's next answer begins.
+        """Prompt ids of a conversation; ``answer``: up to where the assistant's next answer begins. What ``variables``
+        does not name is not defined, so that the template's own default holds.
 
-        Raises InvalidRequest (param "messages") when the template refuses the messages or when the rendered text
-        is longer than ``max_chars``.
+        Raises InvalidRequest: for a variable that is none of ``self.variables`` or has another value
+        (param "chat_template_kwargs.<name>"); when the template refuses the messages, or when the rendered text is
+        longer than ``max_chars`` (param "messages").
         """
+        variables = variables or {}
+        self._check(variables)
         mark = self._unused_character(tokenizer, messages)
         shown = []
         for message in messages:
@@ -72,9 +107,11 @@ class ChatTemplate:
             fields = {"role": message.role, "content": tokenizer.specials.shield(message.content, mark)}
             if message.name is not None:
                 fields["name"] = tokenizer.specials.shield(message.name, mark)
+            if message.reasoning is not None:  # vLLM's and SGLang's name for it, which templates read
+                fields["reasoning_content"] = tokenizer.specials.shield(message.reasoning, mark)
             shown.append(fields)
         pieces: list[str | int] = []
-        for piece in tokenizer.specials.split(self._render(shown, answer, max_chars)):
+        for piece in tokenizer.specials.split(self._render(shown, answer, variables, max_chars)):
             clean = piece if isinstance(piece, int) else piece.replace(mark, "")
             if clean != "":
                 pieces.append(clean)
@@ -99,33 +136,75 @@ class ChatTemplate:
         expected = before + tokenizer.encode_pieces([*before[-1:], answer.content])[1:]
         return after[: len(expected)] == expected
 
-    def _render(self, messages: list[dict[str, str]], answer: bool, max_chars: int) -> str:
+    def _check(self, variables: Mapping[str, bool | str]) -> None:
+        for name, value in variables.items():
+            field = f"chat_template_kwargs.{name[:64]}"
+            values = self.variables.get(name)
+            if values is None:
+                known = ", ".join(sorted(self.variables))
+                raise InvalidRequest(
+                    f"{field}: this model's chat template takes " + (f"only {known}" if known else "no variables"),
+                    param=field,
+                )
+            # 1 == True in Python, and yet "1" is what a template would write.
+            if type(value) is not type(values[0]) or value not in values:
+                wanted = "true or false" if values is _SWITCH else f"one of {', '.join(map(str, values))}"
+                raise InvalidRequest(f"{field} must be {wanted}", param=field)
+
+    def _render(
+        self, messages: list[dict[str, str]], answer: bool, variables: Mapping[str, bool | str], max_chars: int
+    ) -> str:
         parts, size = [], 0
         try:
             # Piece by piece, so that a template that loops is stopped at the limit.
             for part in self._template.generate(
-                messages=messages, add_generation_prompt=answer, tools=None, documents=None, **self._tokens
+                messages=messages,
+                add_generation_prompt=answer,
+                tools=None,
+                documents=None,
+                **self._given,
+                **variables,
             ):
                 parts.append(part)
                 size += len(part)
                 if size > max_chars:
                     break
         except Exception as error:  # whatever a template does, it ends this request alone
-            raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+            what = f"these messages with {', '.join(variables)}" if variables else "these messages"
+            raise InvalidRequest(f"the model's chat template refuses {what}: {error}", param="messages") from error
         if size > max_chars:
             raise InvalidRequest(f"the messages are longer than {max_chars} characters", param="messages")
         return "".join(parts)
 
     def _unused_character(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
-        used = set(self._source).union(*tokenizer.special_ids)
+        used = set(self.source).union(*tokenizer.special_ids)
         for message in messages:
-            used.update(message.content, message.name or "")
+            used.update(message.content, message.name or "", message.reasoning or "")
         for code in (code for block in _PRIVATE_USE for code in block):
             if chr(code) not in used:
                 return chr(code)
         raise InvalidRequest("the messages use every private-use character of Unicode", param="messages")
+
+
+class _Generation(Extension):
+    """``{% generation %}``: where trainers find what a model wrote (SmolLM3). To a prompt it does nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - so in jinja2
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        # A scope, because variables set inside stay inside in transformers too.
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _StandingClock(jinja2.Undefined):
+    """``strftime_now`` on ``_DAY``: not there for a template that asks, and yet it may be called."""
+
+    def __call__(self, format: str) -> str:  # type: ignore[override]  # an Undefined answers no call
+        return _DAY.strftime(format)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(name)  # jinja2 looks for marks of a callable, and its own Undefined fails at that
 
 
 def _tojson(value: Any, **options: Any) -> str:

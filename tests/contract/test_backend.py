@@ -37,7 +37,8 @@ from forebay.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.anyio
 VOCAB = 330  # wider than the tokenizer, as padded vocabularies are
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant{{ '\\n' }}"  # jinja takes a newline off a template's end
 )
 
 
@@ -324,3 +325,49 @@ async def test_no_log_probability_tells_of_a_stop_string(backend: LocalBackend) 
     deltas = await run(backend, ask(max_tokens=400, ignore_eos=True, logprobs=0, stop=(text[at : at + 2],)))
     assert "".join(d.text for d in deltas) == text[:at]
     assert [e for d in deltas for e in d.logprobs] == [entry for entry in entries if entry.offset < at]
+
+
+# ---- thinking
+
+THINKING = """{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content }}{{ m.content }}<|im_end|>
+{% endfor -%}<|im_start|>assistant
+{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>' }}"""
+
+
+async def test_thinking_is_told_from_content_and_can_be_switched_off(
+    model: tuple[ModelFiles, Judge], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in model[0].path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(THINKING)
+    async with local(ModelFiles("thinking", "hf", tmp_path)) as backend:
+        await backend.wait_ready()
+        fields = {"ignore_eos": True, "logprobs": 0}
+        thought = await run(backend, ask(**fields))
+        assert "".join(d.text for d in thought) == ""
+        assert "".join(d.reasoning for d in thought)
+        plain = await run(backend, ask(**fields, variables={"enable_thinking": False}))
+        assert "".join(d.text for d in plain)
+        assert "".join(d.reasoning for d in plain) == ""
+        # Both are the model's words, and both have their log probabilities.
+        assert sum(len(d.logprobs) for d in thought) == sum(len(d.logprobs) for d in plain) == 24
+        with pytest.raises(InvalidRequest) as caught:
+            await backend.prepare(ask(variables={"thinking": True}))
+        assert caught.value.param == "chat_template_kwargs.thinking"
+        with_thought = (Message("user", "a"), Message("assistant", "b", reasoning="fox"), Message("user", "c"))
+        without = tuple(Message(m.role, m.content) for m in with_thought)
+        longer, shorter = [(await backend.prepare(ask(messages=m))).n_tokens for m in (with_thought, without)]
+        assert longer > shorter
+        # A text completion is no chat: nothing is taken out of it.
+        completion = await run(backend, GenRequest(prompt="<think>", max_tokens=8, temperature=0.0, ignore_eos=True))
+        assert "".join(d.text for d in completion)
+    assert "rewrites earlier turns" in caplog.text  # "<think>" of the answer's beginning is gone in the next turn
+
+
+async def test_a_template_that_only_appends_gets_no_warning(
+    model: tuple[ModelFiles, Judge], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with local(model[0]):
+        assert "rewrites" not in caplog.text

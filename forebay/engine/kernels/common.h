@@ -211,7 +211,7 @@ typedef struct {
 } write_job;
 
 /* Rows of activations in 8 bits: groups of 32 values share `scale`; `sum` is the sum of the group's values before they
- * were spread, `zero` what the ZERO in unsigned codes adds to the group's sum of products. */
+ * were spread, `zero` what takes off what the ZERO in unsigned codes adds to the group's sum of products. */
 typedef struct {
     int8_t *q;     /* [rows, k] */
     float *scale;  /* [rows, k / 32] */

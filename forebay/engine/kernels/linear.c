@@ -144,7 +144,7 @@ static int agrees(int level) {
             q[i] = (int8_t)((int32_t)((seed = seed * 1664525u + 1013904223u) >> 8) % 255 - 127);
         for (int i = 0; i < ROWS_HERE * 2; i++) scale[i] = 0.01f * (float)(i + 1), sum[i] = 0.3f * (float)(i - 5);
         for (int i = 0; i < ROWS_HERE * 2; i++) zero[i] = 0;
-        for (int i = 0; i < ROWS_HERE * K; i++) zero[i / GROUP] += i % GROUP < 4 ? 0 : ZERO * q[i];
+        for (int i = 0; i < ROWS_HERE * K; i++) zero[i / GROUP] -= i % GROUP < 4 ? 0 : ZERO * q[i];
         acts x = {q, scale, sum, zero};
         block_of_level(level)(w, bits, x, K, ROWS_HERE, ours, LANES, 0);
         portable_block(w, bits, x, K, ROWS_HERE, theirs, LANES, 0);

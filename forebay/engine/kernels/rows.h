@@ -43,7 +43,7 @@ static void NAME(quantize_row)(const float *x, int64_t n, acts to, int64_t row, 
         const int32_t sum = codes[0][0] + codes[0][1] + codes[0][2] + codes[0][3];
         to.scale[row * (k / GROUP) + g] = scale / SPREAD;
         to.sum[row * (k / GROUP) + g] = scale * (float)sum;
-        to.zero[row * (k / GROUP) + g] = ZERO * (added8(total) - sum);
+        to.zero[row * (k / GROUP) + g] = ZERO * (sum - added8(total));
     }
 }
 

@@ -61,7 +61,7 @@ INLINE void NAME(tile)(const int R, const int bits, const uint8_t *w, acts x, in
             for (int i = 0; i < group_bytes(bits == 8 ? 8 : 4); i += 64) __builtin_prefetch(w + AHEAD_OF_FEW + i);
         const uint8_t *codes = w + HEAD;
         if (bits == 4) NAME(expand)(codes, expanded), codes = expanded;
-        ROWS a[r] = b[r] = bits == 8 ? _mm256_setzero_si256() : _mm256_set1_epi32(-x.zero[(row + r) * groups + g]);
+        ROWS a[r] = b[r] = bits == 8 ? _mm256_setzero_si256() : _mm256_set1_epi32(x.zero[(row + r) * groups + g]);
 #pragma GCC unroll 8
         for (int p = 0; p < 8; p++) {
             __m256i e = AT(codes + p * 64), f = AT(codes + 32 + p * 64);

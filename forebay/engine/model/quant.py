@@ -12,6 +12,7 @@ those in 4 are spread by the kernels as they are read, which is exact (docs/deci
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ GROUP = 32
 SPREAD = 8
 LANES = 16
 _HEAD = 64
+_LINE = 64  # bytes of a cache line
 
 Bits = Literal[4, 8]
 
@@ -165,6 +167,20 @@ class Packed:
             values = _spread(values) / SPREAD
         lanes = scales.transpose(1, 2)[..., None]
         return (values * lanes[:, :LANES] + lanes[:, LANES:]).reshape(blocks * LANES, -1)
+
+
+def side_by_side(packed: Mapping[str, Packed]) -> dict[str, Packed]:
+    """The same weights in one new array. numpy asks the system for huge pages for it, which it does not give for a
+    mapped file: a core here then reads 21 GB/s instead of 16."""
+    sizes = [-(-weight.n_bytes // _LINE) * _LINE for weight in packed.values()]
+    room = torch.from_numpy(np.empty(sum(sizes) + _LINE, dtype=np.uint8))
+    at = -room.data_ptr() % _LINE
+    moved = {}
+    for (name, weight), size in zip(packed.items(), sizes, strict=True):
+        data = room[at : at + weight.n_bytes].view(weight.data.shape)
+        moved[name] = Packed(data.copy_(weight.data), weight.bits, weight.n, weight.k)
+        at += size
+    return moved
 
 
 def fake_quantize(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ...catalog import ModelFiles, cache_dir
 from ...contract import Unsupported
 from . import store
 from .linear import Linear, make_linear
-from .quant import Codes, Packed, QuantLinear, join, quantize
+from .quant import Codes, Packed, QuantLinear, join, quantize, side_by_side
 from .sources import Source, open_source
 from .spec import ModelSpec
 
@@ -126,7 +126,7 @@ def load_weights(
     mode: Mode = "none",
 ) -> Weights:
     """``mode``: linear layers as they are (``dtype``) or quantized. Quantized weights are kept in the model's cache
-    and taken from there, mapped, the next time. Raises Unsupported naming the first tensor that is missing, unknown
+    and taken from there the next time. Raises Unsupported naming the first tensor that is missing, unknown
     or of a wrong shape."""
     if mode == "none":
         source = _Checked(files, spec)
@@ -149,6 +149,8 @@ def load_weights(
         if folder and store.save(folder / entry, *kept):
             kept = store.load(folder / entry) or kept
     packed, norms = kept
+    if device.type == "cpu":
+        packed = side_by_side(packed)
     head = QuantLinear(packed["head"].to(device), dtype)
     embedding = packed["embed"].to(device) if "embed" in packed else head.packed
 

@@ -35,8 +35,9 @@ from ..engine.loop import Engine
 from ..engine.model import verdict
 from ..engine.model.verdict import KVType, Quantize, Score, Verdict
 from ..engine.runner import Built, build, dummy_work
-from ..engine.scheduler import Scheduler, Step
+from ..engine.scheduler import Scheduler
 from ..engine.sequence import GenSpec
+from ..engine.step import Step
 from ..text.detokenize import Detokenizer
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer

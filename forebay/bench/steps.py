@@ -30,8 +30,9 @@ from ..engine.batch import Batch
 from ..engine.kv.capacity import pages_of
 from ..engine.kv.pages import PAGE_SIZE
 from ..engine.runner import Built, build, dummy_work
-from ..engine.scheduler import Scheduler, Step
+from ..engine.scheduler import Scheduler
 from ..engine.sequence import GenSpec
+from ..engine.step import Step
 from .machine import machine
 from .report import wide_console
 from .roofline import Case, Limits, judge, show

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .kv.pages import PAGE_SIZE
-from .scheduler import Step, Work
 from .sequence import Sequence
+from .step import Step, Work
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

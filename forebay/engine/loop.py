@@ -9,8 +9,9 @@ from itertools import chain
 
 from .runner import Runner
 from .sample import FAILED
-from .scheduler import Drawn, Scheduler, Step
+from .scheduler import Scheduler
 from .sequence import Emit, End, GenSpec, Logprobs
+from .step import Drawn, Step
 from .wire import Frame
 
 log = logging.getLogger(__name__)

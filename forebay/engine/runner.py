@@ -29,8 +29,8 @@ from .model.families import read_spec
 from .model.spec import ModelSpec
 from .model.weights import load_weights
 from .sample import logprobs, sample
-from .scheduler import Drawn, Step, Work
 from .sequence import GenSpec, Sequence
+from .step import Drawn, Step, Work
 
 
 class Runner(Protocol):

@@ -14,43 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from .kv.capacity import OutputGuess, pages_of, predicted_peak
 from .kv.pages import PAGE_SIZE, Pages
 from .kv.radix import Node, PrefixTree
 from .sequence import Emit, End, GenSpec, Logprobs, Sequence, State
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One sequence's part of a step: compute ``count`` tokens from ``start``; ``samples``: and draw the next."""
-
-    seq: Sequence
-    start: int
-    count: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """``works`` to execute (may be none), and the endings that planning itself decided."""
-
-    works: tuple[Work, ...]
-    ended: tuple[Emit, ...] = ()
-
-    @property
-    def n_tokens(self) -> int:
-        return sum(work.count for work in self.works)
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What executing a step gave: a token id per work (without meaning where it does not sample), and by index of
-    the work what its order wants to know of log probabilities."""
-
-    tokens: list[int]
-    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+from .step import Drawn, Step, Work
 
 
 class Scheduler:

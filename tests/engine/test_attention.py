@@ -15,8 +15,8 @@ from forebay.engine.attention.native import NativeAttention
 from forebay.engine.attention.paged import PagedAttention
 from forebay.engine.batch import Batch
 from forebay.engine.kv.capacity import pages_of
-from forebay.engine.scheduler import Step, Work
 from forebay.engine.sequence import GenSpec, Sequence
+from forebay.engine.step import Step, Work
 
 N_PAGES = 220
 CPU = torch.device("cpu")

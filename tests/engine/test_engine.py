@@ -16,8 +16,9 @@ from forebay.engine.kv.capacity import OutputGuess, pages_of
 from forebay.engine.loop import MAX_FAILED_STEPS, Engine, EngineBroken
 from forebay.engine.runner import Built, build, usable_cores
 from forebay.engine.sample import FAILED
-from forebay.engine.scheduler import Drawn, Scheduler, Step
+from forebay.engine.scheduler import Scheduler
 from forebay.engine.sequence import Emit, End, GenSpec
+from forebay.engine.step import Drawn, Step
 
 
 def prompt(n: int, salt: int = 0, vocab: int = 199) -> list[int]:

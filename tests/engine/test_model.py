@@ -21,8 +21,8 @@ from forebay.engine.kv.capacity import pages_of
 from forebay.engine.loop import Engine
 from forebay.engine.model.linear import Packed, Plain, make_linear
 from forebay.engine.runner import ModelRunner, build
-from forebay.engine.scheduler import Step, Work
 from forebay.engine.sequence import GenSpec, Sequence
+from forebay.engine.step import Step, Work
 
 TOLERANCE = 2e-4
 

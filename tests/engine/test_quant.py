@@ -33,8 +33,8 @@ from forebay.engine.model.quant import (
     quantize,
 )
 from forebay.engine.runner import Built, build
-from forebay.engine.scheduler import Step, Work
 from forebay.engine.sequence import GenSpec, Sequence
+from forebay.engine.step import Step, Work
 
 compiled = pytest.mark.skipif(kernels.library() is None, reason="the kernels were not built (no compiler)")
 

@@ -18,8 +18,8 @@ from forebay.engine.batch import Batch, Sampling
 from forebay.engine.kv.capacity import pages_of
 from forebay.engine.loop import Engine
 from forebay.engine.sample import FAILED, sample, uniform
-from forebay.engine.scheduler import Step, Work
 from forebay.engine.sequence import GenSpec, Sequence
+from forebay.engine.step import Step, Work
 
 #: 99.99 % quantiles of chi-square by degrees of freedom.
 QUANTILES = (0.0, 15.1, 18.4, 21.1, 23.5, 25.7, 27.9, 29.9)

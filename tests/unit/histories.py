@@ -6,8 +6,9 @@ That makes every answer known beforehand, so a test can compare what came out wi
 import zlib
 
 from forebay.engine.kv.pages import PAGE_SIZE
-from forebay.engine.scheduler import Drawn, Scheduler, Step
+from forebay.engine.scheduler import Scheduler
 from forebay.engine.sequence import Emit, GenSpec
+from forebay.engine.step import Drawn, Step
 
 VOCAB = 50
 

@@ -11,6 +11,7 @@ ROOT = Path(forebay.__file__).parent
 PURE = [
     ROOT / "engine" / "sequence.py",
     ROOT / "engine" / "scheduler.py",
+    ROOT / "engine" / "step.py",
     ROOT / "engine" / "batch.py",
     ROOT / "engine" / "sample.py",
     *sorted((ROOT / "engine" / "kv").glob("*.py")),

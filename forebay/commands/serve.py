@@ -6,7 +6,6 @@ import asyncio
 import ipaddress
 import json
 import logging
-import math
 import resource
 import shlex
 import signal
@@ -28,6 +27,7 @@ from ..server.app import create_app
 from ..server.http import protocol
 
 _BACKLOG = 2048
+_LAST_WORDS = 1  # seconds between the end of the drain and the cancel of what is still open
 _OWN_FILES = 256  # open besides the connections: model files, pipes, what is dropped at once
 
 
@@ -152,7 +152,7 @@ class _Server(uvicorn.Server):
                 backlog=_BACKLOG,
                 # Longer than the 60 s that proxies keep idle connections: else they send into one that just closed.
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=math.ceil(settings.server.drain_timeout),
+                timeout_graceful_shutdown=_LAST_WORDS,
                 proxy_headers=False,
                 server_header=False,
                 access_log=False,
@@ -171,6 +171,14 @@ class _Server(uvicorn.Server):
         finally:
             watch.cancel()
             self._app.state.draining = True
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Let what is open finish, while newcomers are still answered: /ready is red, and a chat is told to try again.
+        What is open after that is told so, and cancelled, in shutdown()."""
+        end = time.monotonic() + self._settings.server.drain_timeout
+        while self.server_state.tasks and time.monotonic() < end and not self.force_exit:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.05)
 
     async def _announce(self) -> None:
         try:

@@ -336,3 +336,34 @@ async def test_law_7_a_full_queue_says_busy_at_once(demo_model: ModelFiles, tmp_
                 assert seconds < 1
                 assert got.json()["error"]["code"] == "queue_full"
                 assert int(got.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(("patience", "ends_well"), [(120, True), (1, False)])
+async def test_sigterm_drains(demo_model: ModelFiles, tmp_path: Path, patience: int, ends_well: bool) -> None:
+    """Newcomers are told to go elsewhere while what is open finishes, or is told that its time is over."""
+    options = ["--kv-memory", "256MiB", "--drain-timeout", str(patience)]
+    with product(demo_model.id, tmp_path, *options) as draining:
+        async with httpx.AsyncClient(base_url=draining.url, timeout=120) as http:
+            length = 150 if ends_well else 4000
+            sent = body("Count.", stream=True, max_tokens=length, ignore_eos=True)
+            async with http.stream("POST", CHAT, json=sent) as response:
+                seen = frames(response)
+                await anext(seen)
+                draining.process.send_signal(signal.SIGTERM)
+                begun = time.monotonic()
+                red = await http.get("/ready")
+                while red.status_code == 200:  # until the signal has come through
+                    red = await http.get("/ready")
+                assert time.monotonic() - begun < 1
+                assert (red.status_code, red.json()["error"]["code"]) == (503, "engine_unavailable")
+                assert "draining" in red.json()["error"]["message"]
+                refused = await http.post(CHAT, json=body("hi"))
+                assert refused.status_code == 503
+                assert int(refused.headers["retry-after"]) >= 1
+                rest = [frame async for frame in seen]
+            if ends_well:
+                assert rest[-1] == "[DONE]"
+                assert rest[-2]["choices"][0]["finish_reason"] == "length"
+            else:
+                assert rest[-1]["error"]["code"] == "engine_unavailable"
+                assert time.monotonic() - begun < patience + 3

@@ -80,6 +80,7 @@ class LocalBackend:
         self._meta = read_meta(self._files)
         self._tokenizer = Tokenizer.load(self._files, self._meta)
         self._template = ChatTemplate.of(self._meta)
+        self._template.try_out(self._tokenizer)
         self._reasoning = Reasoning.of(self._template, self._tokenizer)
         if not self._template.prefix_stable(self._tokenizer):
             log.warning(

@@ -8,6 +8,7 @@ match (``Specials.shield``); after the split the marks are taken out again.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any, NoReturn, Self
@@ -57,16 +58,19 @@ class ChatTemplate:
     def __init__(self, source: str, *, bos: str = "", eos: str = "", bos_id: int | None = None) -> None:
         """``bos_id`` is put in front of every prompt that does not begin with it. Raises Unsupported if ``source``
         does not compile."""
-        # No autoescape: the output is a prompt, not HTML.
+        # No autoescape: the output is a prompt, not HTML. Not optimized: that runs constant expressions right here.
         env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise_exception
         try:
             self._template = env.from_string(source)
             read = jinja2_meta.find_undeclared_variables(env.parse(source))
-        except Exception as error:  # the optimizer runs constant expressions, so anything can be raised
+        except Exception as error:  # a parser of somebody else's text: anything can be raised
             raise Unsupported(f"the model's chat template does not compile: {error}") from error
         self.source = source
         self.variables = {name: values for name, values in _VARIABLES.items() if name in read}
@@ -121,6 +125,27 @@ class ChatTemplate:
             return tokenizer.encode_pieces(pieces)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param="messages") from error
+
+    def try_out(self, tokenizer: Tokenizer, *, seconds: float = 10.0) -> None:
+        """Raises Unsupported if it does not render a plain question, or takes longer than ``seconds`` for it: then it
+        would fail each request, and the sandbox bounds what a template may reach but not how long it computes."""
+        outcome: list[Exception | None] = []
+
+        def render() -> None:
+            try:
+                self.encode(tokenizer, [Message("user", "Name a colour.")])
+                outcome.append(None)
+            except Exception as error:
+                outcome.append(error)
+
+        # A daemon, because what never ends must not keep the process from ending.
+        thread = threading.Thread(target=render, daemon=True, name="template")
+        thread.start()
+        thread.join(seconds)
+        if not outcome:
+            raise Unsupported(f"the model's chat template does not come to an end within {seconds:g} s")
+        if outcome[0] is not None:
+            raise Unsupported(f"the model's chat template fails on a plain question: {outcome[0]}")
 
     def prefix_stable(self, tokenizer: Tokenizer) -> bool:
         """Whether the tokens of a turn and its answer stay a prefix of the next turn's, judged on a sample.

@@ -410,3 +410,30 @@ def test_prefix_stable_finds_templates_that_rewrite_history(tokenizer: Tokenizer
     assert ChatTemplate(CHATML).prefix_stable(tokenizer)
     assert not ChatTemplate(rewrites).prefix_stable(tokenizer)
     assert not ChatTemplate("{{ raise_exception('no') }}").prefix_stable(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute"),
+        ("{{ lipsum.__globals__['os'].popen('id').read() }}", "access to attribute"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ raise_exception('no questions') }}", "no questions"),
+        ("{{ missing.field }}", "undefined"),
+        ("{{ 'x' * 5_000_000 }}", "longer than"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "come to an end within 0.5 s",
+        ),
+    ],
+)
+def test_a_template_that_could_serve_nobody_is_refused_at_the_start(
+    tokenizer: Tokenizer, source: str, why: str
+) -> None:
+    template = ChatTemplate(source)
+    with pytest.raises(Unsupported, match=why):
+        template.try_out(tokenizer, seconds=0.5)
+
+
+def test_a_template_that_serves_is_not(tokenizer: Tokenizer) -> None:
+    ChatTemplate(CHATML).try_out(tokenizer)

@@ -80,6 +80,62 @@ async def test_the_official_client_gets_a_true_answer(served: Product) -> None:
         assert usage.completion_tokens < len(chunks) <= usage.completion_tokens + 3
 
 
+async def test_choices_and_log_probabilities_through_the_official_client(served: Product) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Tell me about the sea."}]
+    fields: dict[str, Any] = {"model": "smollm2-135m-instruct", "messages": messages, "temperature": 1.0}
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        create = client.chat.completions.create
+        three = await create(**fields, n=3, seed=7, max_tokens=24, logprobs=True, top_logprobs=2)
+        alone = [await create(**fields, seed=7 + i, max_tokens=24) for i in range(3)]
+        contents = [choice.message.content for choice in three.choices]
+        assert contents == [answer.choices[0].message.content for answer in alone]
+        assert len(set(contents)) == 3
+        assert three.usage is not None
+        assert three.usage.completion_tokens == sum(answer.usage.completion_tokens for answer in alone if answer.usage)
+        for choice in three.choices:
+            assert choice.logprobs is not None
+            entries = choice.logprobs.content or []
+            data = b"".join(bytes(entry.bytes or []) for entry in entries)
+            assert data.decode(errors="ignore") == choice.message.content
+            assert all(entry.logprob <= entry.top_logprobs[0].logprob <= 0 for entry in entries)
+        stream = await create(**fields, n=3, seed=7, max_tokens=24, stream=True)
+        texts = ["", "", ""]
+        async for chunk in stream:
+            for delta in chunk.choices:
+                texts[delta.index] += delta.delta.content or ""
+        assert texts == contents
+
+
+async def test_text_completions_through_the_official_client(served: Product, http: httpx.AsyncClient) -> None:
+    prompt = "The capital of France is"
+    ids = (await http.post("/tokenize", json={"model": "smollm2-135m-instruct", "prompt": prompt})).json()["tokens"]
+    fields: dict[str, Any] = {"model": "smollm2-135m-instruct", "temperature": 0, "max_tokens": 8}
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        text = (await client.completions.create(**fields, prompt=prompt)).choices[0].text
+        assert "Paris" in text
+        batch = await client.completions.create(**fields, prompt=[prompt, "One, two, three,"], echo=True, n=2)
+        assert [choice.text for choice in batch.choices[:2]] == [prompt + text] * 2
+        assert "four" in batch.choices[2].text
+        assert (await client.completions.create(**fields, prompt=ids)).choices[0].text == text
+        known = (await client.completions.create(**fields, prompt=ids, logprobs=1)).choices[0].logprobs
+        assert known is not None
+        assert "".join(known.tokens or []) == text
+        pairs = zip(known.text_offset or [], known.tokens or [], strict=True)
+        assert all(text[at:].startswith(token) for at, token in pairs)
+        stream = await client.completions.create(**fields, prompt=prompt, stream=True)
+        assert "".join([choice.text async for chunk in stream for choice in chunk.choices]) == text
+        # Control tokens are text unless they are asked for.
+        chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+        plain, parsed = [
+            await client.completions.create(**fields, prompt=chat, extra_body={"parse_special": special})
+            for special in (False, True)
+        ]
+        assert plain.usage is not None
+        assert parsed.usage is not None
+        assert plain.usage.prompt_tokens > parsed.usage.prompt_tokens + 10
+        assert "Paris" in parsed.choices[0].text
+
+
 async def test_what_cannot_be_is_the_official_clients_error(served: Product) -> None:
     async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as caught:

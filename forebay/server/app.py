@@ -51,6 +51,8 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
 
     def get(path: str, endpoint: Any) -> None:
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        # Some load balancers probe with it.
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
 
     def post(path: str, endpoint: Any, schema: type[BaseModel]) -> None:
         app.add_api_route(

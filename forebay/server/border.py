@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -19,6 +21,7 @@ from .auth import caller_of
 _log = logging.getLogger("forebay.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _KEY = "forebay.record"
+_LINGER = 1.0  # seconds
 _CLIENT_GONE = 499  # as nginx logs it; never sent
 
 
@@ -48,6 +51,32 @@ def closed_early(scope: Mapping[str, object], status: int) -> None:
         record.status = status
 
 
+class _Incoming:
+    """A request's body on its way in. ``complete``: there is no more of it to come.
+
+    A request may be refused before its body is read. If the connection then ends with bytes unread, the system sends a
+    reset, which can overtake the answer (nginx makes a 502 of it): so they are read, for a moment.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        headers = Headers(scope=scope)
+        coming = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        # Who waits for "100 Continue" sends nothing until asked to, and reading would ask.
+        self.complete = not coming or "expect" in headers
+        self._receive = receive
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.complete = self.complete or not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER):
+                while not self.complete:
+                    await self.receive()
+
+
 class Border:
     """ASGI middleware around everything else."""
 
@@ -62,6 +91,7 @@ class Border:
         record = RequestRecord(_request_id(scope), _abort_of(receive))
         scope[_KEY] = record
         started = False
+        incoming = _Incoming(scope, receive)
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
@@ -69,16 +99,20 @@ class Border:
                 started = True
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+            elif record.status >= 400 and not incoming.complete and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await incoming.discard()
+                message = {"type": "http.response.body", "body": b""}
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_id)
+            await self.app(scope, incoming.receive, send_with_id)
         except ClientDisconnect:
             pass
         except Exception as error:
             if started:
                 raise  # the server closes the connection: an answer cut short must not look whole
-            await errors.error_response(errors.from_exception(error))(scope, receive, send_with_id)
+            await errors.error_response(errors.from_exception(error))(scope, incoming.receive, send_with_id)
         finally:
             _log_access(scope, record, time.monotonic() - begun)
 

@@ -104,8 +104,8 @@ class _Http(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unheard = 0
+        super().on_headers_complete()  # makes the cycle; raises at a target that is no URL, which is the head's fault
         self._expect("body", self.limits.body_timeout)
-        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._unheard = 0

@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
+import pydantic
 from pydantic import BeforeValidator, Field
 
 from ..config import ServerSettings
 from ..contract import GenRequest, InvalidRequest, ModelCard
-from .fields import ForModel, Neutral, ShortText, Strict, Text, check_ids
+from .fields import ForModel, Neutral, ShortText, Strict, Text, check_ids, drop_neutral
 
 NEUTRAL: Neutral = {
     "add_special_tokens": (True,),
@@ -22,16 +23,15 @@ NEUTRAL: Neutral = {
     "length_penalty": (1, 1.0),
     "metadata": ({},),
     "priority": (0,),
-    "prompt_cache_key": (),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": (),
     "use_beam_search": (False,),
 }
+NEUTRAL_IN_OPTIONS: Neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
 #: As many as OpenAI gives of the likeliest tokens.
 MAX_LOGPROBS = 20
 
@@ -57,6 +57,14 @@ def _biases(entries: object) -> object:
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _neutral(cls, fields: object) -> object:
+        return drop_neutral(fields, NEUTRAL_IN_OPTIONS) if isinstance(fields, dict) else fields
+
+
+Label = Annotated[Text, Field(max_length=256, description="A label for your own use.")]
 
 
 class SamplingFields(ForModel):
@@ -84,7 +92,10 @@ class SamplingFields(ForModel):
     ignore_eos: bool = Field(False, description="Go on after the end of turn, up to max_tokens.")
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: Annotated[Text, Field(max_length=256)] = Field("", description="A label for your own use.")
+    # Labels of the client's own. They change no answer, so they are taken and not used.
+    user: Label = ""
+    prompt_cache_key: Label = ""
+    safety_identifier: Label = ""
     n: int = Field(1, ge=1, lt=2**31, description="Answers to each prompt; they share its computation.")
 
 

@@ -39,6 +39,7 @@ NEUTRAL_IN_MESSAGE: Neutral = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
+    "reasoning": (),
     "refusal": (),
     "tool_calls": ([],),
 }

@@ -10,7 +10,8 @@ KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold the frames back
+    # Else nginx holds frames back where it compresses, and takes the whole answer for a client that does not read.
+    (b"x-accel-buffering", b"no"),
 )
 
 

@@ -288,3 +288,47 @@ async def test_every_route_but_the_open_ones_needs_the_key(caplog: pytest.LogCap
         for header in ("Bearer sésame", "bearer sésame"):
             assert (await client.get("/v1/models", headers={"authorization": header.encode()})).status_code == 200
     assert "sésam" not in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["key", "full"])
+async def test_a_refusal_of_a_large_body_is_not_lost_in_the_closing(fault: str) -> None:
+    """The server answers before it has read the body, and must not reset the connection on which the answer is."""
+    backend = ScriptedBackend(capacity=0)
+    more: dict[str, Any] = {"api_key": "right"} if fault == "key" else {}
+    async with served(backend, max_queue=1, **more) as running:
+        running.app.state.gate._max_queue = 0
+        size = 4_000_000
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {size}\r\n\r\n".encode()
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writer.write(head)
+            status = await reader.readline()  # it comes at once, not after the body
+            assert status.split()[1] == (b"401" if fault == "key" else b"503")
+            for _ in range(size // 100_000):
+                writer.write(b" " * 100_000)
+                await writer.drain()
+            assert b'"error"' in await reader.read()  # to the end: a reset raises
+            writer.close()
+
+
+async def test_labels_and_options_that_change_nothing_are_taken(client: httpx.AsyncClient) -> None:
+    for fields in (
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": False}},
+        {"prompt_cache_key": "k", "safety_identifier": "u", "user": "me"},
+        message(reasoning=None),
+    ):
+        assert (await post(client, fields)).status_code == 200, fields
+    for fields, param in (
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"prompt_cache_key": 5}, "prompt_cache_key"),
+        ({"safety_identifier": "x" * 257}, "safety_identifier"),
+    ):
+        refused = await post(client, fields)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, param)
+
+
+async def test_probes_by_head(client: httpx.AsyncClient) -> None:
+    for path in ("/health", "/ready", "/v1/models"):
+        response = await client.head(path)
+        assert (response.status_code, response.content) == (200, b"")

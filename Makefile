@@ -7,10 +7,11 @@ ARGS   ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
+TRIED := .venv/.tried
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install serve test lint bench bench-versus bench-steps clean
+.PHONY: install serve test try lint bench bench-versus bench-steps clean
 
 install: $(STAMP)
 
@@ -27,6 +28,14 @@ serve: $(STAMP)
 # ARGS='-k radix -x', for example.
 test: $(STAMP)
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+# The clients of docs/try that are too heavy for everybody (LangChain, LiteLLM): fetched here, then run.
+try: $(TRIED)
+	@exec $(BIN)/python -m pytest tests/server/test_try.py -k 'langchain or litellm' $(ARGS)
+
+$(TRIED): $(STAMP)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,try]'
+	@touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

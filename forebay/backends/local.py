@@ -179,8 +179,7 @@ class LocalBackend:
         for word in texts:
             bare = word.lstrip() or word
             for text in (bare, " " + bare):
-                # Encoded as a piece after another: answers go on inside a text, where no tokenizer adds a space itself.
-                words.add(tuple(self._tokenizer.encode_pieces([0, text])[1:]))
+                words.add(tuple(self._tokenizer.encode_inside(text)))
         return [list(word) for word in sorted(words) if word]
 
     async def tokenize(

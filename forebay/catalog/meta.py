@@ -23,8 +23,8 @@ _END_OF_TURN = frozenset(
     {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>"}
 )
 _CONTROL = 3  # gguf.TokenType.CONTROL
-#: Pre-tokenizers whose models start with BOS unless the file says otherwise.
-_BOS_BY_DEFAULT = frozenset({"llama-bpe"})
+#: Pre-tokenizers and tokenizer models whose models start with BOS unless the file says otherwise (as in llama.cpp).
+_BOS_BY_DEFAULT = frozenset({("pre", "llama-bpe"), ("model", "llama")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,14 @@ def _read_gguf(path: Path) -> ModelMeta:
     if not eos_ids:
         raise Unsupported(f"{path}: 'tokenizer.ggml.eos_token_id' is missing")
     template = raw.get("tokenizer.chat_template")
+    by_default = any(raw.get(f"tokenizer.ggml.{key}") == value for key, value in _BOS_BY_DEFAULT)
     return ModelMeta(
         architecture=architecture,
         context_length=keys.count(f"{architecture}.context_length"),
         vocab_size=vocab_size,
         eos_ids=eos_ids,
         bos_id=bos[0] if bos else None,
-        add_bos=bool(bos and raw.get("tokenizer.ggml.add_bos_token", raw.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT)),
+        add_bos=bool(bos and raw.get("tokenizer.ggml.add_bos_token", by_default)),
         chat_template=template if isinstance(template, str) else None,
         raw=raw,
         bos_token=token(bos[0]) if bos else "",

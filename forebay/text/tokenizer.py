@@ -7,27 +7,19 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken
 
-from ..catalog import ModelFiles, ModelMeta, cached, code_version, open_gguf
+from ..catalog import ModelFiles, ModelMeta, cached, code_version
 from ..contract import InvalidRequest, Unsupported
+from . import gguf_tokenizer
+from .gguf_tokenizer import SPACE, GGUFTokenizer, read_gguf_tokenizer
 from .specials import Specials
 
-_SPACE = "▁"  # SentencePiece writes a space so
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-# Token types of GGUF (gguf.TokenType, repeated because importing gguf costs start-up time).
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -40,31 +32,15 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = {ord(char): byte for char, byte in _byte_alphabet().items()}
 
 
-def _byte_level(*before: pre_tokenizers.PreTokenizer, words: bool) -> pre_tokenizers.PreTokenizer:
-    """``before``, then bytes; ``words``: split at GPT-2's word boundaries as well."""
-    return pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)])
-
-
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-
-
-#: ``tokenizer.ggml.pre`` -> pre-tokenizer
-_PRE_TOKENIZERS = {
-    "default": _byte_level(words=True),
-    "gpt-2": _byte_level(words=True),
-    "smollm": _byte_level(pre_tokenizers.Digits(individual_digits=True), words=True),
-    "llama-bpe": _byte_level(_split(_LLAMA3), words=False),
-    "qwen2": _byte_level(_split(_QWEN2), words=False),
-}
-
-
 class Tokenizer:
     """Text to token ids and ids to bytes. Immutable once built; may be used from several threads."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, *, hidden: frozenset[int] = frozenset()) -> None:
-        """``hidden`` are ids without text that are not special (unused entries). Raises Unsupported for a decoder
-        that is neither byte-level nor SentencePiece-like."""
+    def __init__(
+        self, inner: tokenizers.Tokenizer, *, hidden: frozenset[int] = frozenset(), space_prefix: bool = False
+    ) -> None:
+        """``hidden`` are ids without text that are not special (unused entries). ``space_prefix``: a text begins with
+        a space that ``inner`` does not write itself. Raises Unsupported for a decoder that is neither byte-level nor
+        SentencePiece-like."""
         inner.no_truncation()
         inner.no_padding()
         # Special tokens are found by Specials alone; inside of inner they are plain text.
@@ -79,6 +55,9 @@ class Tokenizer:
         self._special = frozenset(special)
         self._inner = inner
         self._inside = _without_first_space(inner)
+        # What stands for unknown text is in the middle of a text; all other special tokens stand between texts.
+        unknown = getattr(inner.model, "unk_token", None)
+        self._space_after = self._special - {inner.token_to_id(unknown or "")} if space_prefix else None
         byte_level, self.strips_first_space = _decoder_of(inner)
         self._bytes = _bytes_by_id(inner, byte_level, {i: token.content for i, token in added.items()})
         for index in self._special | hidden:
@@ -88,23 +67,24 @@ class Tokenizer:
     def load(cls, files: ModelFiles, meta: ModelMeta) -> Self:
         """Raises Unsupported naming what is not supported: the tokenizer's model, pre-tokenizer or decoder."""
         if files.kind == "gguf":
-            inner, hidden = cached(
+            built = cached(
                 files,
                 "tokenizer",
-                code_version(__file__, also=tokenizers.__version__),
-                lambda: _from_gguf(files.path),
+                code_version(__file__, gguf_tokenizer.__file__, also=tokenizers.__version__),
+                lambda: read_gguf_tokenizer(files.path),
                 write=_pack,
                 read=_unpack,
             )
+            inner, hidden, space_prefix = built.inner, built.hidden, built.space_prefix
         else:
-            inner, hidden = _from_json(files.path / "tokenizer.json"), frozenset()
+            inner, hidden, space_prefix = _from_json(files.path / "tokenizer.json"), frozenset(), False
         # What ends or begins a text is special even where the file forgot to say so.
         ends = [inner.id_to_token(index) for index in (*meta.eos_ids, meta.bos_id) if index is not None]
         flagged = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
         inner.add_special_tokens(
             [AddedToken(text, special=True, normalized=False) for text in ends if text and text not in flagged]
         )
-        return cls(inner, hidden=hidden)
+        return cls(inner, hidden=hidden, space_prefix=space_prefix)
 
     def encode(self, text: str, *, specials: bool) -> list[int]:
         """Ids of ``text``. With ``specials`` special tokens in the text count as such, without they are plain text.
@@ -114,14 +94,25 @@ class Tokenizer:
         return self.encode_pieces(self.specials.split(text) if specials else [text])
 
     def encode_pieces(self, pieces: list[str | int]) -> list[int]:
-        """Ids of one text given as plain pieces and ids of special tokens between them (as Specials.split gives)."""
+        """Ids of one text given as plain pieces and ids of special tokens between them (as Specials.split gives).
+
+        A space that the file has the encoder write before a text (``add_space_prefix`` of GGUF) is written before each
+        piece that begins one: the first, and those behind special tokens, as llama.cpp does, and as Llama 2 and Mistral
+        were trained, whose own code encodes every turn by itself.
+        """
         ids: list[int] = []
         for n, piece in enumerate(pieces):
             if isinstance(piece, int):
                 ids.append(piece)
-            else:
-                ids.extend(self._plain(piece, self._inner if n == 0 else self._inside))
+                continue
+            if self._space_after is not None and piece and (n == 0 or pieces[n - 1] in self._space_after):
+                piece = " " + piece  # noqa: PLW2901
+            ids.extend(self._plain(piece, self._inner if n == 0 else self._inside))
         return ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Ids of plain ``text`` that goes on inside of another, where no tokenizer puts a space before it."""
+        return self._plain(text, self._inside)
 
     def _plain(self, text: str, inner: tokenizers.Tokenizer) -> list[int]:
         try:
@@ -173,68 +164,22 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
         raise Unsupported(f"cannot read {path}: {error}") from error
 
 
-def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, frozenset[int]]:
-    """The tokenizer and the ids of its unused entries."""
-    fields = open_gguf(path).fields
-
-    def field(key: str, default: Any = None) -> Any:
-        try:
-            value = fields[f"tokenizer.ggml.{key}"].contents() if f"tokenizer.ggml.{key}" in fields else default
-        except (ValueError, IndexError) as error:  # UnicodeDecodeError is a ValueError
-            raise Unsupported(f"{path}: 'tokenizer.ggml.{key}' is damaged: {error}") from error
-        if value is None:
-            raise Unsupported(f"{path}: 'tokenizer.ggml.{key}' is missing")
-        return value
-
-    model, pre = field("model"), field("pre", "default")
-    if model != "gpt2":
-        raise Unsupported(f"{path}: tokenizer model {model!r} is not supported (only 'gpt2', byte-level BPE)")
-    if pre not in _PRE_TOKENIZERS:
-        raise Unsupported(f"{path}: pre-tokenizer {pre!r} is not supported ({', '.join(_PRE_TOKENIZERS)} are)")
-    tokens: list[str] = field("tokens")
-    types: list[int] = field("token_type", [1] * len(tokens))
-    if len(types) != len(tokens):
-        raise Unsupported(f"{path}: 'tokenizer.ggml.token_type' has {len(types)} entries for {len(tokens)} tokens")
-    try:
-        merges = [(left, right) for left, right in (merge.split(" ", 1) for merge in field("merges"))]
-        inner = tokenizers.Tokenizer(
-            # Llama 3 takes a word that is in the vocabulary as it is, even where no merges lead to it.
-            models.BPE(
-                vocab={text: i for i, text in enumerate(tokens)}, merges=merges, ignore_merges=pre == "llama-bpe"
-            )
-        )
-    except Exception as error:  # the library raises bare Exception
-        raise Unsupported(f"{path}: 'tokenizer.ggml.merges' do not fit the tokens: {error}") from error
-    inner.pre_tokenizer = _PRE_TOKENIZERS[pre]
-    inner.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
-        inner.normalizer = normalizers.NFC()
-    for kinds, special in (({_CONTROL, _UNKNOWN}, True), ({_USER_DEFINED}, False)):
-        inner.add_tokens(
-            [
-                AddedToken(text, special=special, normalized=False)
-                for text, kind in zip(tokens, types, strict=True)
-                if kind in kinds and text
-            ]
-        )
-    return inner, frozenset(i for i, kind in enumerate(types) if kind == _UNUSED)
-
-
 class _Kept(msgspec.Struct):
-    """A tokenizer in the cache: the library's own JSON, and the ids of unused entries, which it has no place for."""
+    """A tokenizer in the cache: the library's own JSON, and what it has no place for."""
 
     hidden: list[int]
+    space_prefix: bool
     inner: msgspec.Raw
 
 
-def _pack(built: tuple[tokenizers.Tokenizer, frozenset[int]]) -> bytes:
-    inner, hidden = built
-    return msgspec.json.encode(_Kept(sorted(hidden), msgspec.Raw(inner.to_str())))
+def _pack(built: GGUFTokenizer) -> bytes:
+    return msgspec.json.encode(_Kept(sorted(built.hidden), built.space_prefix, msgspec.Raw(built.inner.to_str())))
 
 
-def _unpack(data: bytes) -> tuple[tokenizers.Tokenizer, frozenset[int]]:
+def _unpack(data: bytes) -> GGUFTokenizer:
     kept = msgspec.json.decode(data, type=_Kept)
-    return tokenizers.Tokenizer.from_buffer(bytes(kept.inner)), frozenset(kept.hidden)
+    inner = tokenizers.Tokenizer.from_buffer(bytes(kept.inner))
+    return GGUFTokenizer(inner, frozenset(kept.hidden), kept.space_prefix)
 
 
 def _without_first_space(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -258,7 +203,7 @@ def _decoder_of(inner: tokenizers.Tokenizer) -> tuple[bool, bool]:
         return True, False
     if "Metaspace" in steps:
         return False, steps["Metaspace"].get("prepend_scheme") != "never"
-    if steps.get("Replace", {}).get("pattern") == {"String": _SPACE}:
+    if steps.get("Replace", {}).get("pattern") == {"String": SPACE}:
         return False, steps.get("Strip", {}).get("start", 0) > 0
     raise Unsupported(f"tokenizer decoder {', '.join(steps)} is not supported (byte-level or SentencePiece-like are)")
 
@@ -280,6 +225,6 @@ def _byte_level_bytes(text: str) -> bytes:
 
 
 def _sentencepiece_bytes(text: str) -> bytes:
-    if match := _BYTE.fullmatch(text):
+    if text.startswith("<0x") and (match := _BYTE.fullmatch(text)):  # looked at first: it is the faster by far
         return bytes([int(match[1], 16)])
-    return text.replace(_SPACE, " ").encode()
+    return text.replace(SPACE, " ").encode()

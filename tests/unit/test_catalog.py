@@ -253,11 +253,21 @@ def test_meta_of_a_gguf(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pre", "said", "adds"), [("gpt-2", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False)]
+    ("model", "pre", "said", "adds"),
+    [
+        ("gpt2", "gpt-2", None, False),
+        ("gpt2", "llama-bpe", None, True),
+        ("gpt2", "llama-bpe", False, False),
+        ("llama", "default", None, True),
+        ("llama", None, None, True),
+        ("llama", "default", False, False),
+    ],
 )
-def test_bos_of_a_gguf_that_does_not_say(tmp_path: Path, pre: str, said: bool | None, adds: bool) -> None:
+def test_bos_of_a_gguf_that_does_not_say(
+    tmp_path: Path, model: str, pre: str | None, said: bool | None, adds: bool
+) -> None:
     fields = {} if said is None else {"add_bos_token": said}
-    files = write_gguf(tmp_path / "m.gguf", pre=pre, extra=(("<s>", 3),), bos_token_id=257, **fields)
+    files = write_gguf(tmp_path / "m.gguf", model=model, pre=pre, extra=(("<s>", 3),), bos_token_id=257, **fields)
     assert catalog.read_meta(files).add_bos is adds
 
 

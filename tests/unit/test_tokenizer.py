@@ -124,7 +124,11 @@ def test_an_added_token_is_spelled_as_it_is_and_a_strange_one_too(tmp_path: Path
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": "llama"}, "tokenizer model 'llama' is not supported"),
+        *(
+            ({"model": model}, f"tokenizer model '{model}' is not supported")
+            for model in ("t5", "bert", "rwkv", "plamo2")
+        ),
+        ({"model": "llama"}, "tokenizer model 'llama' goes by scores"),
         ({"pre": "gpt-4o"}, "pre-tokenizer 'gpt-4o' is not supported"),
         ({"merges": ("q zz",)}, "'tokenizer.ggml.merges' do not fit"),
     ],

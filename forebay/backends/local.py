@@ -79,17 +79,25 @@ class LocalBackend:
     def _load_text(self) -> None:
         self._meta = read_meta(self._files)
         self._tokenizer = Tokenizer.load(self._files, self._meta)
-        self._template = ChatTemplate.of(self._meta)
-        self._template.try_out(self._tokenizer)
-        self._reasoning = Reasoning.of(self._template, self._tokenizer)
-        if not self._template.prefix_stable(self._tokenizer):
+        self._template = self._chat_template()
+        self._reasoning = self._template and Reasoning.of(self._template, self._tokenizer)
+        open_gguf.cache_clear()  # a parsed file is 140 MiB of small objects, and the front needs it no more
+        self._fingerprint = fingerprint(self._files)
+        self._created = int(time.time())
+
+    def _chat_template(self) -> ChatTemplate | None:
+        """Tried out. None for a base model: it brings none, and takes text completions only."""
+        if self._meta.chat_template is None:
+            log.warning("the model has no chat template: it serves /v1/completions, and chats are refused")
+            return None
+        template = ChatTemplate.of(self._meta)
+        template.try_out(self._tokenizer)
+        if not template.prefix_stable(self._tokenizer):
             log.warning(
                 "the model's chat template rewrites earlier turns: of a conversation the prefix cache "
                 "can keep only what stands before the last answer"
             )
-        open_gguf.cache_clear()  # a parsed file is 140 MiB of small objects, and the front needs it no more
-        self._fingerprint = fingerprint(self._files)
-        self._created = int(time.time())
+        return template
 
     @property
     def card(self) -> ModelCard:
@@ -160,10 +168,17 @@ class LocalBackend:
 
     def _ids(self, request: GenRequest) -> list[int]:
         if request.prompt is None:
-            return self._template.encode(self._tokenizer, request.messages, variables=request.variables)
+            return self._render(request.messages, variables=request.variables)
         if isinstance(request.prompt, tuple):
             return list(request.prompt)
         return self._plain(request.prompt, bos=True, parse_special=request.parse_special)
+
+    def _render(
+        self, messages: tuple[Message, ...], *, answer: bool = True, variables: Mapping[str, bool | str] | None
+    ) -> list[int]:
+        if self._template is None:
+            raise InvalidRequest("messages: this model has no chat template; use /v1/completions", param="messages")
+        return self._template.encode(self._tokenizer, messages, answer=answer, variables=variables)
 
     def _plain(self, text: str, *, bos: bool, parse_special: bool) -> list[int]:
         ids = self._tokenizer.encode(text, specials=parse_special)
@@ -203,7 +218,7 @@ class LocalBackend:
             if isinstance(source, str):
                 ids = self._plain(source, bos=bos, parse_special=parse_special)
             else:
-                ids = self._template.encode(self._tokenizer, source, answer=generation_prompt, variables=variables)
+                ids = self._render(source, answer=generation_prompt, variables=variables)
             return Tokens(tuple(ids), tuple(map(self._tokenizer.token_text, ids)))
 
         return await _aside(size, work)

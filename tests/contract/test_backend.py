@@ -246,12 +246,21 @@ async def test_watchers_hear_of_every_change(backend: LocalBackend) -> None:
     assert 1 in heard
 
 
-def test_a_model_without_a_template_is_refused(model: tuple[ModelFiles, Judge], tmp_path: Path) -> None:
+async def test_a_model_without_a_template_serves_text_and_refuses_chats(
+    model: tuple[ModelFiles, Judge], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for file in model[0].path.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(Exception, match="chat template"):
-        ChatTemplate.of(read_meta(ModelFiles("bare", "hf", tmp_path)))
+    async with local(ModelFiles("bare", "hf", tmp_path)) as backend:
+        await backend.wait_ready()
+        assert "no chat template" in caplog.text
+        for refused in (backend.prepare(ask()), backend.tokenize((Message("user", "hi"),))):
+            with pytest.raises(InvalidRequest, match="/v1/completions") as caught:
+                await refused
+            assert caught.value.param == "messages"
+        deltas = await run(backend, GenRequest(prompt="the fox", max_tokens=5, temperature=0.0, ignore_eos=True))
+        assert deltas[-1].usage.completion_tokens == 5
 
 
 # ---- prompts that are no chat, choices, log probabilities

@@ -1,10 +1,12 @@
 """Families: what each is read as, what is refused by name, and the real Gemma 3 270M against transformers."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
@@ -12,14 +14,16 @@ from test_model import TOLERANCE, build_float32, edit_config, greedy, last_logit
 from test_quant import built_as, compiled, logits_of, off_by
 from tiny import FAMILIES, Judge, make_tiny, save_gguf, save_tiny
 
+from forebay.backends.local import LocalBackend
 from forebay.catalog import ModelFiles, ModelMeta
-from forebay.contract import Unsupported
+from forebay.config import EngineSettings, Settings
+from forebay.contract import GenRequest, Unsupported
 from forebay.engine import kernels
 from forebay.engine.loop import Engine
 from forebay.engine.model.families import read_spec
 
-#: 你好,请问你们的营业时间是什么?How are you?
-_CHINESE = [2, 144626, 236900, 74607, 11966, 237026, 209475, 72738, 237026, 3885, 236881, 3910, 659, 611, 236881]
+_TEXT = "你好,请问你们的营业时间是什么?How are you?"
+_CHINESE = [2, 144626, 236764, 238350, 237889, 35743, 236918, 127818, 11627, 54847, 236881, 3910, 659, 611, 236881]
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +39,23 @@ def test_the_real_gemma_is_that_of_transformers(
         ours, theirs = last_logits(build_float32(gemma), ids), gemma_judge.logits(ids)[-1]
         torch.testing.assert_close(ours, theirs, atol=5e-4, rtol=0)
     assert greedy(engine_of(gemma), _CHINESE, 48) == gemma_judge.greedy(_CHINESE, 48)
+
+
+def test_the_real_gemma_by_text(gemma: ModelFiles, gemma_judge: Judge, gemma_spelling: tokenizers.Tokenizer) -> None:
+    """From text to text: our tokenizer, engine and detokenizer against those of transformers."""
+    answer = gemma_judge.greedy(_CHINESE, 24)
+
+    async def generate() -> tuple[int, str]:
+        engine = EngineSettings(dtype="float32", device="cpu", kv_memory=2**27, max_batch=2)
+        async with LocalBackend(gemma, Settings(engine=engine)) as backend:
+            await backend.wait_ready()
+            request = GenRequest(prompt=_TEXT, max_tokens=24, temperature=0.0, ignore_eos=True)
+            async with backend.open(await backend.prepare(request)) as deltas:
+                got = [delta async for delta in deltas]
+            return got[-1].usage.prompt_tokens, "".join(delta.text for delta in got)
+
+    assert [2, *gemma_spelling.encode(_TEXT, add_special_tokens=False).ids] == _CHINESE
+    assert asyncio.run(generate()) == (len(_CHINESE), gemma_spelling.decode(answer))
 
 
 @pytest.mark.parametrize(("mode", "limit"), [("int8", 0.1), ("int4", 0.2)])

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Set
 from typing import Annotated, Any, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
 from ..contract import InvalidRequest, ModelCard
 from .errors import ModelNotFound, from_validation
@@ -50,8 +50,21 @@ def whole_characters(text: str) -> str:
 Text = Annotated[str, AfterValidator(whole_characters)]
 
 
+#: For lists: the first item at fault is enough, too.
+FIRST_FAULT = FailFast()
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, fields: object) -> object:
+        """Of unknown fields only the first: pydantic would make an error of each of a million."""
+        if not isinstance(fields, dict):
+            return fields
+        unknown = next((name for name in fields if name not in cls.model_fields), None)
+        return {name: value for name, value in fields.items() if name in cls.model_fields or name == unknown}
 
 
 ShortText = Annotated[Text, Field(min_length=1, max_length=256)]

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from ..config import ServerSettings
 from ..contract import GenRequest, InvalidRequest, ModelCard
-from .fields import ForModel, Neutral, ShortText, Strict, Text, check_ids, drop_neutral
+from .fields import FIRST_FAULT, ForModel, Neutral, ShortText, Strict, Text, check_ids, drop_neutral
 
 NEUTRAL: Neutral = {
     "add_special_tokens": (True,),
@@ -79,16 +79,19 @@ class SamplingFields(ForModel):
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])] = Field(
         {}, description="Up to 300 of {token id: from -100 to 100}, added to the tokens' logits."
     )
-    bad_words: list[ShortText] = Field([], max_length=128, description="Not generated, nor with a space before.")
+    bad_words: Annotated[list[ShortText], FIRST_FAULT] = Field(
+        [], max_length=128, description="Not generated, nor with a space before."
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Longest answer, in tokens.")
     min_tokens: int = Field(0, ge=0, lt=2**31, description="No end of turn and no stop token before so many tokens.")
     stop: Annotated[
         list[ShortText],
+        FIRST_FAULT,
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop, json_schema_input_type=str | list[str]),
         Field(max_length=16),
     ] = Field([], description="A string or a list of up to 16; the answer ends before the first that appears.")
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=256)
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], FIRST_FAULT] = Field([], max_length=256)
     ignore_eos: bool = Field(False, description="Go on after the end of turn, up to max_tokens.")
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from ..config import ServerSettings
 from ..contract import InvalidRequest, Message, ModelCard
-from .fields import Neutral, Strict, Text, drop_neutral, parse_body
+from .fields import FIRST_FAULT, Neutral, Strict, Text, drop_neutral, parse_body
 from .sampling import MAX_LOGPROBS, Call, SamplingFields, call_of, common
 from .sampling import NEUTRAL as NEUTRAL_IN_ALL
 
@@ -107,7 +107,7 @@ Variables = Annotated[
 class ChatCompletionRequest(SamplingFields):
     """Fields of POST /v1/chat/completions. null means the default everywhere but in model and messages."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], FIRST_FAULT] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
     logprobs: bool = Field(False, description="Log probabilities of the answer's tokens, as the model has them.")
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="With logprobs: so many of the likeliest as well.")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ..config import ServerSettings
 from ..contract import InvalidRequest, Message, ModelCard
-from .fields import ForModel, Neutral, Text, check_ids, parse_body
+from .fields import FIRST_FAULT, ForModel, Neutral, Text, check_ids, parse_body
 from .schemas import ChatMessage, Variables
 
 _NEUTRAL: Neutral = {
@@ -23,7 +23,9 @@ class TokenizeRequest(ForModel):
     """Fields of POST /tokenize: `prompt` or `messages`."""
 
     prompt: Text | None = Field(None, description="Plain text: what looks like a special token is text too.")
-    messages: list[ChatMessage] | None = Field(None, min_length=1, description="Go through the chat template.")
+    messages: Annotated[list[ChatMessage], FIRST_FAULT] = Field(
+        [], min_length=1, description="Go through the chat template."
+    )
     add_special_tokens: bool | None = Field(
         None, description="With prompt: a BOS token in front, where the model wants one. Default: true."
     )
@@ -38,19 +40,19 @@ class TokenizeRequest(ForModel):
 
     def source(self) -> str | tuple[Message, ...]:
         """What to tokenize. Raises InvalidRequest unless it is one thing, and the other fields belong to it."""
-        if (self.prompt is None) == (self.messages is None):
+        if (self.prompt is None) == (not self.messages):
             raise InvalidRequest("prompt: send either prompt or messages", param="prompt")
-        if self.messages is None and self.add_generation_prompt is not None:
+        if not self.messages and self.add_generation_prompt is not None:
             raise InvalidRequest("add_generation_prompt: only with messages", param="add_generation_prompt")
-        if self.messages is not None and self.add_special_tokens:
+        if self.messages and self.add_special_tokens:
             raise InvalidRequest(
                 "add_special_tokens: with messages the chat template decides", param="add_special_tokens"
             )
-        if self.messages is not None and self.parse_special:
+        if self.messages and self.parse_special:
             raise InvalidRequest("parse_special: only with prompt", param="parse_special")
-        if self.messages is None and self.chat_template_kwargs:
+        if not self.messages and self.chat_template_kwargs:
             raise InvalidRequest("chat_template_kwargs: only with messages", param="chat_template_kwargs")
-        if self.messages is None:
+        if not self.messages:
             return self.prompt or ""
         return tuple(message.plain() for message in self.messages)
 
@@ -58,7 +60,9 @@ class TokenizeRequest(ForModel):
 class DetokenizeRequest(ForModel):
     """Fields of POST /detokenize."""
 
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(description="Token ids, at most as many as the context holds.")
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FIRST_FAULT] = Field(
+        description="Token ids, at most as many as the context holds."
+    )
 
 
 def parse_tokenize(body: bytes, card: ModelCard, settings: ServerSettings) -> TokenizeRequest:

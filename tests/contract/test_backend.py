@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-import torch
 from tiny import Judge
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from forebay.backends.local import LocalBackend
 from forebay.catalog import ModelFiles, read_meta
@@ -35,7 +33,6 @@ from forebay.text.template import ChatTemplate
 from forebay.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
-VOCAB = 330  # wider than the tokenizer, as padded vocabularies are
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant{{ '\\n' }}"  # jinja takes a newline off a template's end
@@ -50,25 +47,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, Judge]:
     folder = tmp_path_factory.mktemp("tiny-chat")
-    inner = tiny_models.byte_level()
-    inner.save(str(folder / "tokenizer.json"))
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        eos_token_id=inner.token_to_id("<|im_end|>"),
-        bos_token_id=None,
-    )
-    judge = LlamaForCausalLM(config).eval()
-    judge.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text("{}")
+    judge = tiny_models.save_chat(folder, TEMPLATE, max_context=512)
     return ModelFiles("tiny-chat", "hf", folder), Judge(judge)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+import tiny_models
 from blockbuster import blockbuster_ctx
-from faults import KEY, Asker, asking, save_chat
+from faults import CHATML, KEY, Asker, asking
 from product import Product, product
 from scripted import ScriptedBackend, Served, served
 
@@ -43,7 +44,9 @@ async def client(server: Served) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chat(tmp_path_factory.mktemp("models") / "tiny-chat")
+    folder = tmp_path_factory.mktemp("models") / "tiny-chat"
+    tiny_models.save_chat(folder, CHATML, max_context=2048)
+    return folder
 
 
 @pytest.fixture(scope="session")

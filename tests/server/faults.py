@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import tiny_models
 from product import Product, frames
 from scripted import MODEL
 
@@ -51,39 +50,10 @@ def memory(pid: int | None = None) -> float:
 
 KEY = "fb-not-for-the-log"
 SECRET = "moonlight-sonata"
-#: Wider than the tokenizer, as padded vocabularies are.
-WIDTH = 330
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def save_chat(folder: Path, template: str = CHATML) -> Path:
-    """A tiny model of random weights that can chat."""
-    import torch  # noqa: PLC0415 - seconds, which most of these tests do not need
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
-
-    folder.mkdir(exist_ok=True)
-    inner = tiny_models.byte_level()
-    inner.save(str(folder / "tokenizer.json"))
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=WIDTH,
-        max_position_embeddings=2048,
-        initializer_range=0.3,
-        eos_token_id=inner.token_to_id("<|im_end|>"),
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).eval().save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(template)
-    (folder / "tokenizer_config.json").write_text("{}")
-    return folder
 
 
 class Asker:

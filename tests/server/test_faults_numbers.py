@@ -25,7 +25,6 @@ from faults import (
     TEXT,
     TOKENIZE,
     USER,
-    WIDTH,
     Asker,
     generating,
     memory,
@@ -38,6 +37,7 @@ from product import words
 
 from forebay.config import ServerSettings
 
+WIDTH = tiny_models.WIDTH
 pytestmark = pytest.mark.anyio
 
 ABSURD: list[Any] = [10**9, 2**63, -1, 0, 1.5, True]

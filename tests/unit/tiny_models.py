@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,6 +14,8 @@ from tokenizers import Tokenizer as Inner
 from forebay.catalog import ModelFiles, ModelMeta
 from forebay.text.tokenizer import Tokenizer
 
+#: Logits of a model around byte_level(): wider than the tokenizer, as padded vocabularies are.
+WIDTH = 330
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
 SAMPLE = ["the quick brown fox jumps over the lazy dog", "你好，世界", "안녕하세요", "<|im_ end|> im_end im_start"]
 
@@ -132,3 +135,31 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return ModelFiles("tiny", "gguf", path)
+
+
+def save_chat(folder: Path, template: str, *, max_context: int) -> Any:
+    """A tiny model of random weights that can chat, as a Hugging Face folder. Returns it as transformers has it."""
+    import torch  # noqa: PLC0415 - seconds, which few tests need
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    folder.mkdir(exist_ok=True)
+    inner = byte_level()
+    inner.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=WIDTH,
+        max_position_embeddings=max_context,
+        initializer_range=0.3,
+        eos_token_id=inner.token_to_id("<|im_end|>"),
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return model

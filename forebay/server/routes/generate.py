@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -30,6 +29,8 @@ from ..sampling import Call
 from ..schemas import parse_chat
 
 _Parse = Callable[[bytes, ModelCard, ServerSettings], Call]
+#: From a call and the model's name.
+_Form = Callable[[Call, str], Awaitable[Format]]
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -60,7 +61,7 @@ async def create_embedding(request: Request) -> Response:
     raise InvalidRequest(f"{model!r} is a chat model; it gives no embeddings", param="model")
 
 
-async def _generate(request: Request, parse: _Parse, form: Callable[[Call, str], Any]) -> Response:
+async def _generate(request: Request, parse: _Parse, form: _Form) -> Response:
     arrival = time.monotonic()
     state = request.app.state
     backend: Backend = state.backend

@@ -48,7 +48,7 @@ class _Speech:
         self._said += len(text)
         return text
 
-    def logprobs(self, *, last: bool = False) -> tuple[TokenLogprob, ...]:
+    def logprobs(self, *, last: bool) -> tuple[TokenLogprob, ...]:
         """Those due now. None of a token that stands wholly in a stop string, or behind it."""
         due = len(self._waiting)
         if not last or self.stopped:

@@ -119,14 +119,19 @@ class LocalBackend:
 
     async def prepare(self, request: GenRequest, resume: object | None = None) -> Prepared:
         limit = self.card.max_context
-        field = "messages" if request.prompt is None else "prompt"
-        size = _size(request)
-        if size > CHARS_PER_TOKEN * limit:
-            raise ContextTooLong(
-                f"{field}: {size} characters; the context holds {limit} tokens, answer included", param=field
-            )
-        whole = size + sum(map(len, request.bad_words))
-        ids, bad_words = await _aside(whole, lambda: (self._ids(request), self._bad_words(request.bad_words)))
+        prompt = request.prompt
+        field = "messages" if prompt is None else "prompt"
+        source = prompt if isinstance(prompt, str) else request.messages
+        whole = self._checked_size(field, source) + sum(map(len, request.bad_words))
+
+        def work() -> tuple[list[int], list[list[int]]]:
+            if isinstance(prompt, tuple):
+                ids = list(prompt)
+            else:
+                ids = self._encode(source, parse_special=request.parse_special, variables=request.variables)
+            return ids, self._bad_words(request.bad_words)
+
+        ids, bad_words = await _aside(whole, work)
         if not ids:
             raise InvalidRequest(f"{field}: no tokens, so there is nothing to go on from", param=field)
         room = limit - len(ids)
@@ -162,30 +167,36 @@ class LocalBackend:
             bad_words=bad_words,
             logprobs=request.logprobs,
         )
-        chat = request.prompt is None
+        chat = prompt is None
         key = hashlib.sha256(msgspec.msgpack.encode((self._fingerprint, spec, request.stop, chat))).digest()
         return Prepared(len(ids), key, _Order(spec, request.stop, chat))
 
-    def _ids(self, request: GenRequest) -> list[int]:
-        if request.prompt is None:
-            return self._render(request.messages, variables=request.variables)
-        if isinstance(request.prompt, tuple):
-            return list(request.prompt)
-        return self._plain(request.prompt, bos=True, parse_special=request.parse_special)
+    def _checked_size(self, field: str, source: str | tuple[Message, ...]) -> int:
+        """Characters to be tokenized. Raises ContextTooLong for more than the context could hold of any text."""
+        size, limit = len(source) if isinstance(source, str) else sum(map(_length, source)), self.card.max_context
+        if size > CHARS_PER_TOKEN * limit:
+            raise ContextTooLong(f"{field}: {size} characters; the context holds {limit} tokens", param=field)
+        return size
 
-    def _render(
-        self, messages: tuple[Message, ...], *, answer: bool = True, variables: Mapping[str, bool | str] | None
+    def _encode(
+        self,
+        source: str | tuple[Message, ...],
+        *,
+        bos: bool = True,
+        parse_special: bool = False,
+        answer: bool = True,
+        variables: Mapping[str, bool | str] | None = None,
     ) -> list[int]:
+        """Text with a BOS in front, or messages through the template, up to where an answer begins."""
+        if isinstance(source, str):
+            ids = self._tokenizer.encode(source, specials=parse_special)
+            # A text that brings its own BOS needs no second one.
+            if bos and self._meta.add_bos and self._meta.bos_id is not None and ids[:1] != [self._meta.bos_id]:
+                ids.insert(0, self._meta.bos_id)
+            return ids
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template; use /v1/completions", param="messages")
-        return self._template.encode(self._tokenizer, messages, answer=answer, variables=variables)
-
-    def _plain(self, text: str, *, bos: bool, parse_special: bool) -> list[int]:
-        ids = self._tokenizer.encode(text, specials=parse_special)
-        # A text that brings its own BOS needs no second one.
-        if bos and self._meta.add_bos and self._meta.bos_id is not None and ids[:1] != [self._meta.bos_id]:
-            ids.insert(0, self._meta.bos_id)
-        return ids
+        return self._template.encode(self._tokenizer, source, answer=answer, variables=variables)
 
     def _bad_words(self, texts: tuple[str, ...]) -> list[list[int]]:
         """The sequences of ids that bad words are written in: as they are, and with one space before.
@@ -206,19 +217,12 @@ class LocalBackend:
         generation_prompt: bool = True,
         variables: Mapping[str, bool | str] | None = None,
     ) -> Tokens:
-        limit = self.card.max_context
-        if isinstance(source, str):
-            param, size = "prompt", len(source)
-        else:
-            param, size = "messages", sum(map(_length, source))
-        if size > CHARS_PER_TOKEN * limit:
-            raise ContextTooLong(f"{param}: {size} characters; the context holds {limit} tokens", param=param)
+        size = self._checked_size("prompt" if isinstance(source, str) else "messages", source)
 
         def work() -> Tokens:
-            if isinstance(source, str):
-                ids = self._plain(source, bos=bos, parse_special=parse_special)
-            else:
-                ids = self._render(source, answer=generation_prompt, variables=variables)
+            ids = self._encode(
+                source, bos=bos, parse_special=parse_special, answer=generation_prompt, variables=variables
+            )
             return Tokens(tuple(ids), tuple(map(self._tokenizer.token_text, ids)))
 
         return await _aside(size, work)
@@ -253,13 +257,6 @@ class LocalBackend:
 async def _aside(size: int, work: Callable[[], _T]) -> _T:
     """``work`` on text of ``size`` characters or tokens: off the event loop where that is much."""
     return await asyncio.to_thread(work) if size > THREAD_FROM else work()
-
-
-def _size(request: GenRequest) -> int:
-    """Characters to be tokenized."""
-    if request.prompt is None:
-        return sum(map(_length, request.messages))
-    return len(request.prompt) if isinstance(request.prompt, str) else 0
 
 
 def _length(message: Message) -> int:

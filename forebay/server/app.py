@@ -54,7 +54,10 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
         # Some load balancers probe with it.
         app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
 
+    schemas: list[type[BaseModel]] = []
+
     def post(path: str, endpoint: Any, schema: type[BaseModel]) -> None:
+        schemas.append(schema)
         app.add_api_route(
             path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": json_body(schema)}
         )
@@ -70,7 +73,7 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
     get("/ready", health.ready)
     get("/metrics", health.metrics)
 
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app, schemas)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _http_error)
     if settings.needs_key:
         app.add_middleware(Auth, routes=app.router.routes, known=callers(settings))
@@ -86,12 +89,12 @@ async def _http_error(_request: Request, error: Exception) -> Response:
     return response
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _openapi(app: FastAPI, kinds: list[type[BaseModel]]) -> dict[str, Any]:
     """FastAPI's document with the request schemas, which it cannot see: the handlers parse the bodies themselves."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
+        for kind in kinds:
             schema = kind.model_json_schema(ref_template=SCHEMA_REF)
             schemas.update({**schema.pop("$defs", {}), kind.__name__: schema})
         app.openapi_schema = document

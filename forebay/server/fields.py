@@ -63,8 +63,9 @@ class Strict(BaseModel):
         """Of unknown fields only the first: pydantic would make an error of each of a million."""
         if not isinstance(fields, dict):
             return fields
-        unknown = next((name for name in fields if name not in cls.model_fields), None)
-        return {name: value for name, value in fields.items() if name in cls.model_fields or name == unknown}
+        dropped = {name for name in fields if name not in cls.model_fields}
+        dropped.discard(next((name for name in fields if name in dropped), None))
+        return {name: value for name, value in fields.items() if name not in dropped} if dropped else fields
 
 
 ShortText = Annotated[Text, Field(min_length=1, max_length=256)]

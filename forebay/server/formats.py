@@ -47,7 +47,9 @@ class Format(Protocol):
 
     def finish(self, index: int, reason: FinishReason) -> bytes: ...
 
-    def usage(self, usage: Usage) -> bytes: ...
+    def usage(self, usage: Usage) -> bytes:
+        """The last frame before the end; none where it was not asked for."""
+        ...
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
         """The answer as one JSON object."""
@@ -61,9 +63,12 @@ class _Chunks:
         self._head = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
         self._head |= {"model": model, "system_fingerprint": None}
         self._before = b"data: " + _encode(self._head | {"object": chunk_kind})[:-1] + b',"choices":['
+        self._include_usage = include_usage
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return b""
         return self._before + b'],"usage":' + _encode(_usage_fields(usage)) + b"}\n\n"
 
     def _whole(self, choices: list[dict[str, object]], usage: Usage) -> bytes:

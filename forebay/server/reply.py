@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Choice:
     """One text of an answer: a prompt, and the how-manieth that is drawn for it."""
 
     prepared: Prepared
-    number: int = 0
+    number: int
 
 
 class Reply(Response):
@@ -60,7 +60,6 @@ class Reply(Response):
         arrival: float,
         deadline: float,
         stream: bool,
-        include_usage: bool,
     ) -> None:
         super().__init__()
         self._backend = backend
@@ -72,7 +71,6 @@ class Reply(Response):
         self._arrival = arrival
         self._deadline = deadline
         self._stream = stream
-        self._include_usage = include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
@@ -117,37 +115,29 @@ class Reply(Response):
             async for delta in deltas:
                 self._turn.saw(index, delta)
                 usages[index] = delta.usage
-                total = self._total(usages)
-                record.prompt_tokens = total.prompt_tokens
-                record.completion_tokens = total.completion_tokens
                 await take(index, delta)
                 if delta.finish is not None:
                     return
             raise EngineFailure("the answer broke off")
 
-        async with self._gate.admit(self._deadline, len(self._choices)), contextlib.AsyncExitStack() as stack:
-            # All are opened before this first suspends, as the gate demands.
-            streams = [
-                await stack.enter_async_context(
-                    self._backend.open(choice.prepared, choice=choice.number, deadline=self._deadline)
-                )
-                for choice in self._choices
-            ]
-            if len(streams) == 1:
-                await follow(0, streams[0])
-            else:
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        for index, deltas in enumerate(streams):
-                            group.create_task(follow(index, deltas))
-                except ExceptionGroup as failed:  # one says it all; the others were cancelled
-                    raise failed.exceptions[0] from None
-        return self._total(usages)
+        try:
+            async with self._gate.admit(self._deadline, len(self._choices)), contextlib.AsyncExitStack() as stack:
+                # All are opened before this first suspends, as the gate demands.
+                streams = [
+                    await stack.enter_async_context(
+                        self._backend.open(choice.prepared, choice=choice.number, deadline=self._deadline)
+                    )
+                    for choice in self._choices
+                ]
+                await _together([follow(index, deltas) for index, deltas in enumerate(streams)])
+        finally:
+            total = self._total(usages)
+            if total.prompt_tokens:  # else there was no news at all
+                record.prompt_tokens, record.completion_tokens = total.prompt_tokens, total.completion_tokens
+        return total
 
     def _total(self, usages: Sequence[Usage]) -> Usage:
         """Prompts count once, however many choices each has."""
-        if len(usages) == 1:
-            return usages[0]
         first = [usage for choice, usage in zip(self._choices, usages, strict=True) if choice.number == 0]
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in first),
@@ -168,7 +158,7 @@ class Reply(Response):
             await wire.write(frames)
 
         usage = await self._run(record, take)
-        await wire.write((form.usage(usage) if self._include_usage else b"") + sse.DONE, last=True)
+        await wire.write(form.usage(usage) + sse.DONE, last=True)
 
     async def _send_json(self, wire: _Wire, record: RequestRecord) -> None:
         choices = [Collected() for _ in self._choices]
@@ -243,6 +233,18 @@ class _Wire:
                 await self._raw_send(message)
         except TimeoutError:
             raise _ReaderStalled from None
+
+
+async def _together(followers: list[Coroutine[Any, Any, None]]) -> None:
+    """All of them, until the first that fails: its error is raised, and the others are cancelled."""
+    if len(followers) == 1:  # most often, and no task is needed for it
+        return await followers[0]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for follower in followers:
+                group.create_task(follower)
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> list[BaseException | None]:

@@ -48,7 +48,8 @@ async def create_completion(request: Request) -> Response:
     backend: Backend = request.app.state.backend
 
     async def form(call: Call, model: str) -> Format:
-        echoes = [await _echo(backend, one) if call.echo else "" for one in call.requests for _ in range(call.n)]
+        texts = [await _echo(backend, one) if call.echo else "" for one in call.requests]
+        echoes = [text for text in texts for _ in range(call.n)]
         wanted = call.requests[0].logprobs is not None
         return CompletionFormat(model, echoes, include_usage=call.include_usage, logprobs=wanted)
 
@@ -87,7 +88,6 @@ async def _generate(request: Request, parse: _Parse, form: _Form) -> Response:
         arrival=arrival,
         deadline=arrival + settings.admission.queue_timeout,
         stream=call.stream,
-        include_usage=call.include_usage,
     )
 
 

@@ -123,6 +123,21 @@ class ServerSettings(Room):
     )
 
 
+class StateSettings(Room):
+    """Conversations, in Redis or Valkey."""
+
+    state_url: Annotated[pydantic.SecretStr, BeforeValidator(_strip)] | None = Field(
+        default=None, description="Redis or Valkey; without one, an own Valkey in the data directory."
+    )
+    state_memory: Bytes = Field(default=256 * 2**20, description="Most memory of the own Valkey, in bytes.")
+    session_ttl: float = Field(default=1800.0, gt=0, le=10**7, description="Seconds a conversation is kept unused.")
+    session_turns: int = Field(default=256, ge=1, le=10**6, description="Most turns kept of a conversation.")
+    session_bytes: Bytes = Field(default=2**20, description="Most bytes kept of a conversation.")
+    on_conflict: Literal["reject", "queue"] = Field(
+        default="reject", description="A turn of a session that is just being answered: 409, or wait."
+    )
+
+
 class PathSettings(Room):
     """Where files are."""
 
@@ -153,6 +168,7 @@ class Settings(Room):
     engine: EngineSettings = EngineSettings()
     admission: AdmissionSettings = AdmissionSettings()
     server: ServerSettings = ServerSettings()
+    state: StateSettings = StateSettings()
     keys: dict[Name, KeySettings] = {}
 
     @pydantic.field_validator("keys")
@@ -176,6 +192,7 @@ ROOMS: dict[str, type[Room]] = {
     "engine": EngineSettings,
     "admission": AdmissionSettings,
     "server": ServerSettings,
+    "state": StateSettings,
 }
 #: setting name -> room name
 NAMES: dict[str, str] = {name: room for room, cls in ROOMS.items() for name in cls.model_fields}

@@ -253,7 +253,7 @@ async def test_laws_1_and_5_nothing_is_left_of_three_hundred_that_leave(served: 
         assert seen.begun + seen.refused <= ended <= seen.sent + seen.moments["body"], (seen, ended)
         assert sum(value for name, value in after.items() if name.startswith("forebay:request_errors_total")) == 0
         assert after["forebay:engine_restarts_total"] == 0
-        # Those that left were not computed to their end: without the cancel it is 1.4 times what was delivered, not half.
+        # Those that left were not computed to their end. (Without the cancel it is 1.4 times, with it half.)
         delivered = sum(
             after[name] - before[name] for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
         )

@@ -1,0 +1,1 @@
+"""What the server remembers between requests, in Redis or Valkey."""

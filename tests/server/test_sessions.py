@@ -1,0 +1,300 @@
+"""Conversations in a real Valkey: turns in order whoever begins them, nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+import valkey
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from forebay.config import StateSettings
+from forebay.contract import Conflict, Message, StateCorrupt
+from forebay.state.embedded import EmbeddedValkey
+from forebay.state.sessions import Begun, SessionKey, Sessions, Turn
+from forebay.state.store import Store
+
+pytestmark = pytest.mark.anyio
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    with EmbeddedValkey(tmp_path_factory.mktemp("valkey"), 64 * 2**20) as running:
+        yield running
+
+
+@pytest.fixture
+async def sessions(embedded: EmbeddedValkey) -> AsyncIterator[Sessions]:
+    async with Store(embedded.url) as store:
+        yield Sessions(store, StateSettings())
+
+
+_numbers = itertools.count()
+
+
+def a_key(tenant: str = "t", user: str = "u") -> SessionKey:
+    return SessionKey(tenant, user, f"s{next(_numbers)}")
+
+
+def a_turn(answer: str = "Hello.", id: str = "turn") -> Turn:
+    return Turn(id=id, created=1.5, said=(Message("user", "你好"),), answer=answer, finish="stop")
+
+
+async def test_turns_come_back_as_they_were_committed(sessions: Sessions) -> None:
+    key = a_key()
+    turns = (
+        a_turn("你好！👋"),
+        Turn(
+            id="2", created=2.0, said=(Message("system", "s"), Message("user", "x", "name")), answer="", reasoning="r"
+        ),
+    )
+    for turn in turns:
+        begun = await sessions.begin(key, deadline=0)
+        await sessions.commit(begun, turn)
+    assert (await sessions.begin(key, deadline=0)).history.turns == turns
+    assert turns[1].messages()[-1] == Message("assistant", "", reasoning="r")
+
+
+async def test_parts_of_a_key_do_not_run_into_each_other(sessions: Sessions) -> None:
+    for key in (
+        SessionKey("a", "b", "c"),
+        SessionKey("ab", "", "c"),
+        SessionKey("a", "bc", ""),
+        SessionKey("A", "b", "c"),
+    ):
+        begun = await sessions.begin(key, deadline=0)  # each while all the others are held
+        assert begun.history.turns == ()
+
+
+async def test_a_conflict_may_be_waited_for(embedded: EmbeddedValkey) -> None:
+    async with Store(embedded.url) as store:
+        queued, key = Sessions(store, StateSettings(on_conflict="queue")), a_key()
+        begun = await queued.begin(key, deadline=0)
+        waiting = asyncio.create_task(queued.begin(key, deadline=time.monotonic() + 10))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await queued.commit(begun, a_turn())
+        assert len((await waiting).history.turns) == 1
+        with pytest.raises(Conflict):
+            await queued.begin(key, deadline=time.monotonic() + 0.2)
+
+
+async def test_a_lease_that_is_not_renewed_runs_out_and_a_session_with_it(embedded: EmbeddedValkey) -> None:
+    async with Store(embedded.url) as store:
+        short, key = Sessions(store, StateSettings(session_ttl=0.4), lease=0.2), a_key()
+        dead = await short.begin(key, deadline=0)
+        with pytest.raises(Conflict):
+            await short.begin(key, deadline=0)
+        await asyncio.sleep(0.3)
+        alive = await short.begin(key, deadline=0)
+        assert not await short.renew(dead)
+        with pytest.raises(Conflict):
+            await short.commit(dead, a_turn("from the grave"))
+        await asyncio.sleep(0.15)
+        assert await short.renew(alive)
+        await asyncio.sleep(0.15)  # longer than a lease since it began
+        with pytest.raises(Conflict):
+            await short.begin(key, deadline=0)
+        await short.commit(alive, a_turn("alive"))
+        assert [turn.answer for turn in (await short.history(key)).turns] == ["alive"]
+        await asyncio.sleep(0.6)
+        assert (await short.history(key)).turns == ()
+    with valkey.Valkey(unix_socket_path=embedded.url.removeprefix("unix://")) as raw:
+        assert not list(raw.scan_iter(f"forebay:{{{key.digest().hex()}}}:*"))
+
+
+async def test_bounds_drop_whole_turns_the_oldest_first(embedded: EmbeddedValkey) -> None:
+    async with Store(embedded.url) as store:
+        for settings_, kept in ((StateSettings(session_turns=3), 3), (StateSettings(session_bytes=2000), 1)):
+            bounded, key = Sessions(store, settings_), a_key()
+            for number in range(7):
+                begun = await bounded.begin(key, idempotency=f"key {number}", deadline=0)
+                await bounded.commit(begun, a_turn("x" * 1500, id=str(number)))
+            history = await bounded.history(key)
+            assert [turn.id for turn in history.turns] == [str(number) for number in range(7 - kept, 7)]
+            assert history.dropped == 7 - kept
+            for number in range(7):
+                if number < 7 - kept:
+                    with pytest.raises(Conflict):
+                        await bounded.begin(key, idempotency=f"key {number}", deadline=0)
+                else:
+                    again = await bounded.begin(key, idempotency=f"key {number}", deadline=0)
+                    assert again.replay is not None
+                    assert again.replay.id == str(number)
+
+
+async def test_deleting_leaves_nothing_and_a_running_turn_cannot_be_kept(sessions: Sessions) -> None:
+    key = a_key()
+    await sessions.commit(await sessions.begin(key, idempotency="once", deadline=0), a_turn())
+    begun = await sessions.begin(key, deadline=0)
+    assert await sessions.delete(key)
+    assert not await sessions.delete(key)
+    with pytest.raises(Conflict):
+        await sessions.commit(begun, a_turn())
+    again = await sessions.begin(key, idempotency="once", deadline=0)
+    assert (again.replay, again.history.turns) == (None, ())
+
+
+async def test_hostile_or_foreign_bytes_are_refused(embedded: EmbeddedValkey, sessions: Sessions) -> None:
+    mine, theirs = a_key(), a_key("other")
+    for key in (mine, theirs):
+        await sessions.commit(await sessions.begin(key, deadline=0), a_turn(key.tenant))
+    names = [f"forebay:{{{key.digest().hex()}}}:turns" for key in (mine, theirs)]
+    with valkey.Valkey(unix_socket_path=embedded.url.removeprefix("unix://")) as raw:
+        foreign = raw.lindex(names[1], 0)
+        for bad in (foreign, b"", b"\x80\x04\x95\x10pickle", b"\x93\x02" + foreign[2:], foreign[:-3]):
+            raw.lset(names[0], 0, bad)
+            with pytest.raises(StateCorrupt):
+                await sessions.history(mine)
+            with pytest.raises(StateCorrupt):
+                await sessions.begin(mine, deadline=0)
+            raw.delete(names[0].replace("turns", "lease"))
+        raw.hset(names[0].replace("turns", "session"), "owner", theirs.digest())
+        with pytest.raises(StateCorrupt):
+            await sessions.begin(mine, deadline=0)
+    assert [turn.answer for turn in (await sessions.history(theirs)).turns] == ["other"]
+
+
+# ---- against a model: two servers, turns that overlap, holders that die, sessions that expire
+
+
+@dataclass
+class Model:
+    turns: list[str] = field(default_factory=list)
+    dropped: int = 0
+    fence: str = ""
+    leased: bool = False
+    did: dict[str, int] = field(default_factory=dict)
+
+
+KEPT = 3
+
+
+class Histories(RuleBasedStateMachine):
+    """begin, commit, abort, renew, a lease that runs out, a session that expires: each from either of two servers."""
+
+    embedded: EmbeddedValkey
+
+    @initialize()
+    def start(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        bounds = StateSettings(session_turns=KEPT)
+        self.stores = [Store(self.embedded.url, timeout=5) for _ in range(2)]
+        self.servers = [Sessions(store, bounds) for store in self.stores]
+        self.keys = [a_key(), a_key()]
+        self.models = [Model(), Model()]
+        self.begun: list[tuple[int, Begun]] = []
+        self.numbers = itertools.count()
+
+    def teardown(self) -> None:
+        if hasattr(self, "loop"):
+            for store in self.stores:
+                self.loop.run_until_complete(store.__aexit__())
+            self.loop.close()
+
+    def do(self, what: Awaitable[T]) -> T:
+        async def it() -> T:
+            return await what
+
+        return self.loop.run_until_complete(it())
+
+    @rule(server=st.integers(0, 1), which=st.integers(0, 1), name=st.sampled_from(["", "", "a", "b"]))
+    def begin(self, server: int, which: int, name: str) -> None:
+        model = self.models[which]
+        began = self.servers[server].begin(self.keys[which], idempotency=name, deadline=0)
+        if name and name in model.did:
+            if model.did[name] < model.dropped:
+                with pytest.raises(Conflict):
+                    self.do(began)
+            else:
+                replay = self.do(began).replay
+                assert replay is not None
+                assert replay.id == model.turns[model.did[name]]
+        elif model.leased:
+            with pytest.raises(Conflict):
+                self.do(began)
+        else:
+            begun = self.do(began)
+            assert [turn.id for turn in begun.history.turns] == model.turns[model.dropped :]
+            model.fence, model.leased = begun.fence, True
+            self.begun.append((which, begun))
+
+    def pick(self, data: st.DataObject) -> tuple[Begun, Model] | None:
+        """Any turn ever begun, whatever became of it."""
+        if not self.begun:
+            return None
+        which, begun = self.begun[-1 - data.draw(st.integers(0, min(4, len(self.begun) - 1)))]
+        return begun, self.models[which]
+
+    @rule(server=st.integers(0, 1), data=st.data(), name=st.sampled_from(["", "a", "b"]))
+    def commit(self, server: int, data: st.DataObject, name: str) -> None:
+        if (picked := self.pick(data)) is None:
+            return
+        begun, model = picked
+        turn = a_turn(id=str(next(self.numbers)))
+        if begun.fence != model.fence:
+            with pytest.raises(Conflict):
+                self.do(self.servers[server].commit(begun, turn))
+            return
+        self.do(self.servers[server].commit(begun, turn))
+        model.turns.append(turn.id)
+        model.dropped = max(0, len(model.turns) - KEPT)
+        if begun.idempotency:
+            name = next(n for n in "ab" if _hashed(n) == begun.idempotency)
+            model.did[name] = len(model.turns) - 1
+        model.fence, model.leased = "", False
+
+    @rule(server=st.integers(0, 1), data=st.data())
+    def abort(self, server: int, data: st.DataObject) -> None:
+        if (picked := self.pick(data)) is not None:
+            begun, model = picked
+            self.do(self.servers[server].abort(begun))
+            if begun.fence == model.fence:
+                model.fence, model.leased = "", False
+
+    @rule(server=st.integers(0, 1), data=st.data())
+    def renew(self, server: int, data: st.DataObject) -> None:
+        if (picked := self.pick(data)) is not None:
+            begun, model = picked
+            mine = begun.fence == model.fence
+            assert self.do(self.servers[server].renew(begun)) == mine
+            model.leased |= mine
+
+    @rule(which=st.integers(0, 1))
+    def lease_runs_out(self, which: int) -> None:
+        with valkey.Valkey(unix_socket_path=self.embedded.url.removeprefix("unix://")) as raw:
+            raw.delete(f"forebay:{{{self.keys[which].digest().hex()}}}:lease")
+        self.models[which].leased = False
+
+    @rule(which=st.integers(0, 1), server=st.integers(0, 1), luck=st.integers(0, 3))
+    def expire(self, which: int, server: int, luck: int) -> None:
+        if luck == 0:
+            self.do(self.servers[server].delete(self.keys[which]))
+            self.models[which] = Model()
+
+    @invariant()
+    def what_is_kept_is_what_was_committed(self) -> None:
+        for key, model in zip(getattr(self, "keys", []), getattr(self, "models", []), strict=True):
+            history = self.do(self.servers[0].history(key))
+            assert [turn.id for turn in history.turns] == model.turns[model.dropped :]
+            assert history.dropped == model.dropped
+
+
+def _hashed(name: str) -> str:
+    import hashlib  # noqa: PLC0415
+
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def test_any_history_of_two_servers_is_serial(embedded: EmbeddedValkey) -> None:
+    Histories.embedded = embedded
+    few = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Histories, settings=few)

@@ -127,7 +127,8 @@ class StateSettings(Room):
     """Conversations, in Redis or Valkey."""
 
     state_url: Annotated[pydantic.SecretStr, BeforeValidator(_strip)] | None = Field(
-        default=None, description="Redis or Valkey; without one, an own Valkey in the data directory."
+        default=None,
+        description="Redis or Valkey, as redis:// or rediss:// or unix://, or off. Default: an own Valkey in data-dir.",
     )
     state_memory: Bytes = Field(default=256 * 2**20, description="Most memory of the own Valkey, in bytes.")
     session_ttl: float = Field(default=1800.0, gt=0, le=10**7, description="Seconds a conversation is kept unused.")
@@ -136,6 +137,14 @@ class StateSettings(Room):
     on_conflict: Literal["reject", "queue"] = Field(
         default="reject", description="A turn of a session that is just being answered: 409, or wait."
     )
+
+    @pydantic.field_validator("state_url")
+    @classmethod
+    def _known_scheme(cls, url: pydantic.SecretStr | None) -> pydantic.SecretStr | None:
+        text = "off" if url is None else url.get_secret_value()
+        if text != "off" and not re.match(r"(rediss?|valkeys?|unix)://.", text):
+            raise ValueError("expected redis://, rediss:// (TLS) or unix://, or off")
+        return url
 
 
 class PathSettings(Room):
@@ -146,7 +155,7 @@ class PathSettings(Room):
     )
     data_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
         default=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay",
-        description="Models and, later, conversations.",
+        description="Models and conversations.",
     )
 
 

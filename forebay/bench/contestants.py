@@ -37,7 +37,7 @@ class Contestant:
 
 
 #: As patient as the peers, whose queues have no end: a burst is to be measured here, not refused.
-_PATIENCE = ("--max-queue", "1024", "--queue-timeout", "3600")
+_PATIENCE = ("--max-queue", "1024", "--queue-timeout", "3600", "--state-url", "off")
 _FOREBAY = re.compile(r"forebay(?::(?P<name>[\w.-]+))?(?:=(?P<flags>.*))?", re.DOTALL)
 
 

@@ -108,7 +108,11 @@ def _compare(model: str, dtype: str, repeats: int, plan: Plan, serve_args: list[
     ports = {name: free_port() for name in NAMES}
     commands = {
         "baseline": ["-m", "forebay.bench.baseline", model, "--dtype", dtype, "--port", str(ports["baseline"])],
-        "forebay": ["-m", "forebay", "serve", model, "--dtype", dtype, "--port", str(ports["forebay"]), *serve_args],
+        "forebay": [
+            *("-m", "forebay", "serve", model, "--dtype", dtype),
+            *("--port", str(ports["forebay"]), "--state-url", "off"),
+            *serve_args,
+        ],
     }
     console = wide_console()
     facts = machine()

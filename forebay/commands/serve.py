@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import logging
@@ -11,6 +12,7 @@ import shlex
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Self
 
@@ -25,6 +27,7 @@ from ..contract import ForebayError, NotFound
 from ..server import log
 from ..server.app import create_app
 from ..server.http import protocol
+from ..state.embedded import EmbeddedValkey
 
 _BACKLOG = 2048
 _LAST_WORDS = 1  # seconds between the end of the drain and the cancel of what is still open
@@ -45,7 +48,8 @@ def run(settings: Settings) -> int:
             log.configure(settings.server)
             allow_files(settings.server.max_connections)
             backend = _Backend(_files(settings), settings)
-            _Server(backend, settings, listener).run(sockets=[listener])
+            with _state(settings) as state_url:  # stopped last of all: open turns are kept in the drain
+                _Server(backend, settings, listener, state_url).run(sockets=[listener])
     except KeyboardInterrupt:
         return 0
     except SystemExit:  # uvicorn's way out of a failed start
@@ -111,6 +115,17 @@ def allow_files(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+@contextlib.contextmanager
+def _state(settings: Settings) -> Iterator[str | None]:
+    """Where conversations are kept, while the server runs: at a URL, in a Valkey of its own, or nowhere."""
+    url = settings.state.state_url and settings.state.state_url.get_secret_value()
+    if url:
+        yield None if url == "off" else url
+        return
+    with EmbeddedValkey(settings.paths.data_dir / "state", settings.state.state_memory) as own:
+        yield own.url
+
+
 def _files(settings: Settings) -> catalog.ModelFiles:
     """The model's files; a catalog name that is not here yet is pulled."""
     model, data_dir = settings.paths.model, settings.paths.data_dir
@@ -140,8 +155,8 @@ class _Backend(LocalBackend):
 class _Server(uvicorn.Server):
     """uvicorn's server that says when the engine is ready, and goes down if it cannot start."""
 
-    def __init__(self, backend: _Backend, settings: Settings, listener: socket.socket) -> None:
-        self._app = create_app(backend, settings)
+    def __init__(self, backend: _Backend, settings: Settings, listener: socket.socket, state_url: str | None) -> None:
+        self._app = create_app(backend, settings, state_url)
         super().__init__(
             uvicorn.Config(
                 self._app,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from .. import __version__
 from ..admission.gate import Gate
 from ..config import Settings
 from ..contract import Backend
+from ..state.sessions import Sessions
+from ..state.store import Store
 from .auth import Auth, callers
 from .body import SCHEMA_REF, json_body
 from .border import Border
@@ -27,15 +30,19 @@ from .schemas import ChatCompletionRequest
 from .tokens import DetokenizeRequest, TokenizeRequest
 
 
-def create_app(backend: Backend, settings: Settings) -> FastAPI:
-    """The server around ``backend``, whose life is the application's.
+def create_app(backend: Backend, settings: Settings, state_url: str | None = None) -> FastAPI:
+    """The server around ``backend``, whose life is the application's. Conversations are kept at ``state_url``; without
+    one there are none.
 
     ``app.state.draining``: set it True to refuse new chats and turn /ready red; open ones go on.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with backend:
+        async with contextlib.AsyncExitStack() as stack:
+            if state_url is not None:
+                app.state.sessions = Sessions(await stack.enter_async_context(Store(state_url)), settings.state)
+            await stack.enter_async_context(backend)
             gate = Gate(settings.max_queue, lambda: backend.load().credits)
             backend.watch(gate.pump)
             app.state.gate = gate
@@ -46,6 +53,7 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
     app = FastAPI(title="Forebay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.backend = backend
     app.state.settings = settings
+    app.state.sessions = None
     app.state.draining = False
     app.state.tokenizing = 0
 

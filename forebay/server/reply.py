@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..config import ServerSettings
 from ..contract import Backend, Delta, EngineFailure, EngineUnavailable, ForebayError, Prepared, Usage
 from . import errors, sse
 from .border import RequestRecord, record_of
+from .conversation import Conversation
 from .formats import Collected, Format
 from .metrics import Turn
 
@@ -60,6 +61,7 @@ class Reply(Response):
         arrival: float,
         deadline: float,
         stream: bool,
+        conversation: Conversation | None = None,
     ) -> None:
         super().__init__()
         self._backend = backend
@@ -71,13 +73,24 @@ class Reply(Response):
         self._arrival = arrival
         self._deadline = deadline
         self._stream = stream
+        self._conversation = conversation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._reply(scope, receive, send)
+        finally:
+            if self._conversation is not None:
+                await self._conversation.close()
+
+    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
-        wire = _Wire(scope, receive, send, self._settings.reader_timeout)
+        headers = self._conversation.headers if self._conversation else {}
+        wire = _Wire(scope, receive, send, self._settings.reader_timeout, headers)
         tasks = [asyncio.create_task(self._answer(wire, record)), asyncio.create_task(_client_gone(receive))]
         if self._stream:
             tasks.append(asyncio.create_task(self._keep_alive(wire)))
+        if self._conversation is not None:
+            tasks.append(asyncio.create_task(self._conversation.hold()))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -115,6 +128,8 @@ class Reply(Response):
             async for delta in deltas:
                 self._turn.saw(index, delta)
                 usages[index] = delta.usage
+                if self._conversation is not None:
+                    self._conversation.saw(delta)
                 await take(index, delta)
                 if delta.finish is not None:
                     return
@@ -134,6 +149,8 @@ class Reply(Response):
             total = self._total(usages)
             if total.prompt_tokens:  # else there was no news at all
                 record.prompt_tokens, record.completion_tokens = total.prompt_tokens, total.completion_tokens
+        if self._conversation is not None:  # before the client is told that the answer is whole
+            await self._conversation.keep()
         return total
 
     def _total(self, usages: Sequence[Usage]) -> Usage:
@@ -187,8 +204,9 @@ class Reply(Response):
 class _Wire:
     """One response on its way out. Two tasks write to it, one at a time; each write is bounded in time."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, timeout: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, timeout: float, headers: Mapping[str, str]) -> None:
         self._scope, self._receive, self._raw_send = scope, receive, send
+        self._headers = headers
         self._timeout = timeout
         self._lock = asyncio.Lock()
         self.complete = False
@@ -218,13 +236,15 @@ class _Wire:
     async def _write(self, frames: bytes, last: bool) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
+            own = [(name.encode(), value.encode()) for name, value in self._headers.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS, *own]})
         self.complete = last
         await self._send({"type": "http.response.body", "body": frames, "more_body": not last})
         self.last_write = time.monotonic()
 
     async def _respond(self, response: Response) -> None:
         self.started = self.complete = True
+        response.headers.update(self._headers)
         await response(self._scope, self._receive, self._send)
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:

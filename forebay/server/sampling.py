@@ -115,6 +115,8 @@ class Call:
     stream: bool
     include_usage: bool
     echo: bool = False
+    session: str | None = None
+    user: str = ""
 
 
 def common(parsed: SamplingFields, max_tokens: int, card: ModelCard) -> GenRequest:

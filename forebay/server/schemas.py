@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from ..config import ServerSettings
 from ..contract import InvalidRequest, Message, ModelCard
-from .fields import FIRST_FAULT, Neutral, Strict, Text, drop_neutral, parse_body
+from .fields import FIRST_FAULT, Neutral, ShortText, Strict, Text, drop_neutral, parse_body
 from .sampling import MAX_LOGPROBS, Call, SamplingFields, call_of, common
 from .sampling import NEUTRAL as NEUTRAL_IN_ALL
 
@@ -111,6 +111,9 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="The newer name of max_tokens.")
     logprobs: bool = Field(False, description="Log probabilities of the answer's tokens, as the model has them.")
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="With logprobs: so many of the likeliest as well.")
+    session_id: ShortText | None = Field(
+        None, description="The conversation that the server keeps; then messages are the new ones only."
+    )
     chat_template_kwargs: Variables = Field(
         {}, description="Switches that the model's template knows, such as enable_thinking."
     )
@@ -130,4 +133,5 @@ def parse_chat(body: bytes, card: ModelCard, settings: ServerSettings) -> Call:
         logprobs=parsed.top_logprobs if parsed.logprobs else None,
         variables=parsed.chat_template_kwargs,
     )
-    return call_of(parsed, (request,), settings, asked_length=asked is not None)
+    call = call_of(parsed, (request,), settings, asked_length=asked is not None)
+    return replace(call, session=parsed.session_id, user=parsed.user)

@@ -7,7 +7,7 @@ from .errors import error_body
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-HEADERS = (
+HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     # Else nginx holds frames back where it compresses, and takes the whole answer for a client that does not read.

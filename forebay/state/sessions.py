@@ -48,7 +48,11 @@ class SessionKey(NamedTuple):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a user said and what was answered. ``finish`` None: the answer is not whole, because it was broken off."""
+    """What a user said and what was answered. ``finish`` None: the answer is not whole, because it was broken off.
+
+    ``first``: the number, from the session's beginning, of the oldest turn that its prompt held. ``system``: what
+    system messages the session had before this turn.
+    """
 
     id: str
     created: float
@@ -58,6 +62,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    first: int = 0
+    system: tuple[Message, ...] = ()
 
     def messages(self) -> tuple[Message, ...]:
         """As a prompt has them."""

@@ -28,7 +28,6 @@ class Store:
     """``url``: ``redis://``, ``rediss://`` (TLS), ``valkey://``, ``unix://``, with user and password where needed."""
 
     def __init__(self, url: str, *, timeout: float = TIMEOUT) -> None:
-        url = url.replace("valkey+unix://", "unix://", 1)
         self._pool: valkey.asyncio.BlockingConnectionPool = valkey.asyncio.BlockingConnectionPool.from_url(
             url,
             max_connections=_CONNECTIONS,

@@ -38,9 +38,12 @@ class Product:
 
 @contextmanager
 def product(model: str, folder: Path, *options: str) -> Iterator[Product]:
-    """Started, ready, and afterwards ended by SIGTERM with exit code 0 and no process left."""
+    """Started, ready, and afterwards ended by SIGTERM with exit code 0 and no process left. The test
+    may kill it before."""
     log = folder / "serve.log"
-    argv = [sys.executable, "-m", "forebay", "serve", model, "--port", "0", "--dtype", "float32", *options]
+    argv = [sys.executable, "-m", "forebay", "serve", model, "--port", "0", "--dtype", "float32"]
+    # One server at a time owns the conversations of a data folder.
+    argv += options if "--data-dir" in options else ["--state-url", "off", *options]
     with log.open("wb") as out:
         process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ, NO_COLOR="1"))
     try:
@@ -51,6 +54,8 @@ def product(model: str, folder: Path, *options: str) -> Iterator[Product]:
             time.sleep(0.1)
         running = Product(found[1], psutil.Process(process.pid), log)
         yield running
+        if process.poll() == -signal.SIGKILL:
+            return
         children = running.process.children(recursive=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(40) == 0, log.read_text()[-3000:]

@@ -193,6 +193,7 @@ async def served(
     max_queue: int = 8,
     queue_timeout: float = 10.0,
     keys: Mapping[str, KeySettings] | None = None,
+    state_url: str | None = None,
     **server: Any,
 ) -> AsyncIterator[Served]:
     settings = Settings(
@@ -201,7 +202,7 @@ async def served(
         server=ServerSettings(**server),
         keys=dict(keys or {}),
     )
-    app = create_app(backend, settings)
+    app = create_app(backend, settings, state_url)
     config = uvicorn.Config(
         app,
         host="127.0.0.1",

@@ -155,6 +155,7 @@ async def test_bodies_nested_a_hundred_thousand_deep(client: httpx.AsyncClient, 
 def start(folder: Path, log: Path, seconds: float) -> tuple[int | None, str]:
     """(exit code, output) of `forebay serve` on a model that should not get that far; None: it did, or hangs."""
     argv = [sys.executable, "-m", "forebay", "serve", str(folder), "--port", "0", "--kv-memory", "32MiB"]
+    argv += ["--state-url", "off"]
     with log.open("wb") as out, subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT) as process:
         end = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < end and "is ready" not in log.read_text():

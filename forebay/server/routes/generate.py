@@ -17,13 +17,17 @@ from ...contract import (
     EngineUnavailable,
     GenRequest,
     InvalidRequest,
+    Message,
     ModelCard,
     Prepared,
 )
+from ...state.sessions import Sessions, Turn
+from .. import sse
 from ..auth import caller_of
 from ..body import read_body
 from ..completions import parse_completion
-from ..formats import ChatFormat, CompletionFormat, Format
+from ..conversation import Conversation, idempotency_key, replayed, session_key
+from ..formats import ChatFormat, Collected, CompletionFormat, Format
 from ..reply import Choice, Reply
 from ..sampling import Call
 from ..schemas import parse_chat
@@ -31,6 +35,7 @@ from ..schemas import parse_chat
 _Parse = Callable[[bytes, ModelCard, ServerSettings], Call]
 #: From a call and the model's name.
 _Form = Callable[[Call, str], Awaitable[Format]]
+_REPLAYED = {"x-idempotent-replay": "true"}
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -75,20 +80,63 @@ async def _generate(request: Request, parse: _Parse, form: _Form) -> Response:
         raise
     body = await read_body(request, int(settings.server.max_body))
     call = parse(body, backend.card, settings.server)
-    salt = caller_of(request.scope).tenant
-    prepared = [await _prepare(backend, replace(one, salt=salt), call.asked_length) for one in call.requests]
-    choices = [Choice(one, number) for one in prepared for number in range(call.n)]
-    return Reply(
-        backend,
-        state.gate,
-        settings.server,
-        choices,
-        await form(call, backend.card.id),
-        state.metrics.turn(arrival, sum(one.n_tokens for one in prepared), len(choices)),
-        arrival=arrival,
-        deadline=arrival + settings.admission.queue_timeout,
-        stream=call.stream,
-    )
+    caller = caller_of(request.scope)
+    asked = [replace(one, salt=caller.tenant) for one in call.requests]
+    deadline = arrival + settings.admission.queue_timeout
+
+    async def reply(prepared: list[Prepared], conversation: Conversation | None) -> Response:
+        choices = [Choice(one, number) for one in prepared for number in range(call.n)]
+        return Reply(
+            backend,
+            state.gate,
+            settings.server,
+            choices,
+            await form(call, backend.card.id),
+            state.metrics.turn(arrival, sum(one.n_tokens for one in prepared), len(choices)),
+            arrival=arrival,
+            deadline=deadline,
+            stream=call.stream,
+            conversation=conversation,
+        )
+
+    key = session_key(request.headers, caller, call.session, call.user) if asked[0].prompt is None else None
+    if key is None:
+        return await reply([await _prepare(backend, one, call.asked_length) for one in asked], None)
+    sessions: Sessions | None = state.sessions
+    if sessions is None:
+        raise InvalidRequest("session_id: this server keeps no conversations (--state-url off)", param="session_id")
+    if call.n > 1:
+        raise InvalidRequest("n: a conversation goes on from one answer", param="n")
+    begun = await sessions.begin(key, idempotency=idempotency_key(request.headers), deadline=deadline)
+    if begun.replay is not None:
+        return _replay(begun.replay, call, await form(call, backend.card.id))
+    conversation = Conversation(sessions, begun, asked[0].messages)
+    try:
+
+        async def strict(messages: tuple[Message, ...]) -> Prepared:
+            return await backend.prepare(replace(asked[0], messages=messages))
+
+        async def lenient(messages: tuple[Message, ...]) -> Prepared:
+            return await _prepare(backend, replace(asked[0], messages=messages), call.asked_length)
+
+        return await reply([await conversation.fit(strict, lenient, backend.card.max_context)], conversation)
+    except BaseException:
+        await conversation.close()
+        raise
+
+
+def _replay(turn: Turn, call: Call, form: Format) -> Response:
+    """The answer that an idempotency key has had already."""
+    deltas, usage = replayed(turn)
+    if not call.stream:
+        whole = Collected()
+        for delta in deltas:
+            whole.add(delta)
+        return Response(form.whole([whole], usage), media_type="application/json", headers=_REPLAYED)
+    frames = [form.opening(0), *(form.delta(0, delta) for delta in deltas), form.finish(0, turn.finish or "length")]
+    body = b"".join([*frames, form.usage(usage), sse.DONE])
+    own = {name.decode(): value.decode() for name, value in sse.HEADERS}
+    return Response(body, headers={**own, **_REPLAYED})
 
 
 def _check_open(backend: Backend, *, draining: bool) -> None:

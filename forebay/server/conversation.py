@@ -1,0 +1,193 @@
+"""One turn of a conversation that the server keeps: what its prompt holds, and what is kept of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.datastructures import Headers
+
+from ..contract import (
+    Conflict,
+    ContextTooLong,
+    Delta,
+    FinishReason,
+    ForebayError,
+    InvalidRequest,
+    Message,
+    Prepared,
+    StateUnavailable,
+    Usage,
+)
+from ..state.sessions import RENEWAL, Begun, SessionKey, Sessions, Turn
+from .auth import Caller
+
+log = logging.getLogger("forebay.server")
+
+#: Where a conversation has outgrown the context, so many turns are left out that the rest takes no more than this part
+#: of it. Each cut costs a prefill of what is left, and is the dearer the rarer it is; the turns after it are cheap.
+KEEP = 0.6
+_LONGEST = 256  # characters of a name in a header
+
+#: Messages to a prompt, counted. Raises ContextTooLong.
+Prepare = Callable[[tuple[Message, ...]], Awaitable[Prepared]]
+
+
+def session_key(headers: Headers, caller: Caller, session: str | None, user: str) -> SessionKey | None:
+    """Which conversation a request belongs to: the header ``x-session-id`` or ``session`` of its body; None: to none.
+
+    It is a user's own: of ``x-user-id``, or else of the body's ``user``, or else of the key's owner. Raises
+    InvalidRequest.
+    """
+    named = _header(headers, "x-session-id")
+    if named and session and named != session:
+        raise InvalidRequest("session_id and the header x-session-id differ; send one", param="session_id")
+    session = session or named
+    if not session:
+        return None
+    return SessionKey(caller.tenant, _header(headers, "x-user-id") or user or f"key:{caller.name}", session)
+
+
+def idempotency_key(headers: Headers) -> str:
+    return _header(headers, "idempotency-key")
+
+
+def _header(headers: Headers, name: str) -> str:
+    value = headers.get(name, "")
+    if len(value) > _LONGEST:
+        raise InvalidRequest(f"the header {name} is longer than {_LONGEST} characters", param=name)
+    return value
+
+
+class Conversation:
+    """A turn that was begun, until it is kept or given up: ``close`` is to be called whatever happens."""
+
+    def __init__(self, sessions: Sessions, begun: Begun, said: tuple[Message, ...]) -> None:
+        self._sessions = sessions
+        self._begun = begun
+        self._said = said
+        history = begun.history
+        self._last = history.turns[-1] if history.turns else None
+        self._first = max(history.dropped, self._last.first if self._last else 0)
+        self._end = history.dropped + len(history.turns)
+        self._created = time.time()
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._usage = Usage(0, 0)
+        self._finish: FinishReason | None = None
+        self._over = False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the reply says of it. Names that no header can hold are left out."""
+        known = {"x-session-dropped-turns": str(self._first)}
+        session = self._begun.key.session
+        if session.isascii() and session.isprintable():
+            known["x-session-id"] = session
+        return known
+
+    async def fit(self, strict: Prepare, lenient: Prepare, window: int) -> Prepared:
+        """The prompt. Where the whole conversation has no room for the wished answer (``strict``), the oldest turns are
+        left out, whole and many at once, and the answer takes what is left (``lenient``). ``window``: tokens of the
+        context. Raises ContextTooLong if the new messages alone do not fit."""
+        end = self._end
+        try:
+            return await strict(self._messages(self._first))
+        except ContextTooLong:
+            if self._first == end:
+                return await lenient(self._messages(end))
+
+        async def fits(first: int) -> bool:
+            try:
+                return (await lenient(self._messages(first))).n_tokens <= KEEP * window
+            except ContextTooLong:
+                return False
+
+        low, high = self._first + 1, end
+        while low < high:
+            middle = (low + high) // 2
+            if await fits(middle):
+                high = middle
+            else:
+                low = middle + 1
+        self._first = low
+        return await lenient(self._messages(low))
+
+    def _messages(self, first: int) -> tuple[Message, ...]:
+        """The conversation from turn ``first`` on, below the system messages of what was before."""
+        turns = self._begun.history.turns[first - self._begun.history.dropped :]
+        known = tuple(message for turn in turns for message in turn.messages())
+        return (*self._system(first), *known, *self._said)
+
+    def _system(self, first: int) -> tuple[Message, ...]:
+        """System messages that came before turn ``first``; also those of turns that are no longer kept."""
+        turns, dropped = self._begun.history.turns, self._begun.history.dropped
+        if first - dropped < len(turns):
+            return turns[first - dropped].system
+        if self._last is None:
+            return ()
+        return (*self._last.system, *(message for message in self._last.said if message.role == "system"))
+
+    def saw(self, delta: Delta) -> None:
+        self._text.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        self._usage, self._finish = delta.usage, delta.finish
+
+    async def hold(self) -> None:
+        """Keep the session from others, until cancelled."""
+        while True:
+            await asyncio.sleep(RENEWAL)
+            try:
+                if not await self._sessions.renew(self._begun):
+                    return await _for_ever()  # the commit will say so
+            except StateUnavailable as error:
+                log.warning("a turn's lease was not renewed: %s", error.message)
+
+    async def keep(self) -> None:
+        """Commit what was seen. Raises Conflict, StateUnavailable or StateFull: then the client must not take the
+        answer for kept."""
+        # The script goes on when the caller is cancelled, and a second one could overtake it.
+        self._over = True
+        turn = Turn(
+            id=uuid.uuid4().hex,
+            created=self._created,
+            said=self._said,
+            answer="".join(self._text),
+            reasoning="".join(self._reasoning),
+            finish=self._finish,
+            prompt_tokens=self._usage.prompt_tokens,
+            completion_tokens=self._usage.completion_tokens,
+            first=self._first,
+            system=self._system(self._end),
+        )
+        await self._sessions.commit(self._begun, turn)
+
+    async def close(self) -> None:
+        """What was said of an answer that broke off is kept as such; a turn without any is as if it had not been."""
+        if self._over:
+            return
+        self._over = True
+        try:
+            if any(self._text) or any(self._reasoning):
+                self._finish = None
+                await self.keep()
+            else:
+                await self._sessions.abort(self._begun)
+        except Conflict:
+            pass  # somebody took over: its lease had run out, or the session was deleted
+        except ForebayError as error:
+            log.warning("a turn that broke off was not kept: %s", error.message)
+
+
+async def _for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def replayed(turn: Turn) -> tuple[Sequence[Delta], Usage]:
+    """A turn that was kept, as its answer came. OpenAI has no reason for an answer that broke off: it is "length"."""
+    usage = Usage(turn.prompt_tokens, turn.completion_tokens, turn.prompt_tokens)
+    delta = Delta(turn.answer, turn.completion_tokens, usage, 0.0, turn.finish or "length", turn.reasoning)
+    return [delta], usage

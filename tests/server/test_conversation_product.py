@@ -1,0 +1,64 @@
+"""Conversations in the product as it is started: an own Valkey in the data folder, a real model, kill -9."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from product import Product, product
+
+from forebay.catalog import ModelFiles
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+SYSTEM = {"role": "system", "content": "You are a clerk. Answer in one short sentence."}
+QUESTIONS = ["What is the capital of France?", "And of Italy?", "Which of the two is older?", "谢谢，再见"]
+
+
+async def ask(served: Product, messages: list[Any], session: str | None) -> Any:
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", timeout=120, max_retries=0) as client:
+        model = (await client.models.list()).data[0].id
+        return await client.chat.completions.create(
+            model=model,
+            messages=messages,
+            temperature=0,
+            max_tokens=12,
+            extra_body={"session_id": session} if session else {},
+        )
+
+
+async def test_a_conversation_outlives_kill_9_of_the_whole_server(demo_model: ModelFiles, tmp_path: Path) -> None:
+    """Each turn's prompt has as many tokens as that of a client who sends the whole conversation, and gets the same
+    answer."""
+    options = ["--data-dir", str(tmp_path / "data"), "--kv-memory", "64MiB"]
+    known: list[Any] = []
+    for part in (QUESTIONS[:2], QUESTIONS[2:]):
+        with product(str(demo_model.path), tmp_path, *options) as served:
+            for question in part:
+                new = [*([] if known else [SYSTEM]), {"role": "user", "content": question}]
+                known += new
+                kept = await ask(served, new, "s")
+                whole = await ask(served, known, None)
+                assert kept.usage.prompt_tokens == whole.usage.prompt_tokens
+                assert kept.choices[0].message.content == whole.choices[0].message.content
+                known.append({"role": "assistant", "content": kept.choices[0].message.content})
+            children = served.process.children(recursive=True)
+            assert any("valkey" in child.name() for child in children)
+            served.process.send_signal(signal.SIGKILL)
+            assert not psutil.wait_procs(children, 10)[1]
+    assert len(known) == 9
+
+
+async def test_a_data_folder_has_one_server(demo_model: ModelFiles, tmp_path: Path) -> None:
+    options = ["--data-dir", str(tmp_path / "data"), "--kv-memory", "64MiB"]
+    (tmp_path / "second").mkdir()
+    with product(str(demo_model.path), tmp_path, *options) as served:
+        with (
+            pytest.raises(AssertionError, match="--data-dir"),
+            product(str(demo_model.path), tmp_path / "second", *options),
+        ):
+            pass
+        assert (await ask(served, [SYSTEM, {"role": "user", "content": "Hi"}], "s")).usage.prompt_tokens > 0

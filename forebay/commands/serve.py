@@ -31,6 +31,8 @@ from ..state.embedded import EmbeddedValkey
 
 _BACKLOG = 2048
 _LAST_WORDS = 1  # seconds between the end of the drain and the cancel of what is still open
+_State = str | EmbeddedValkey | None
+_LOOK = 1.0  # seconds between two looks at the own Valkey
 _OWN_FILES = 256  # open besides the connections: model files, pipes, what is dropped at once
 
 
@@ -48,8 +50,8 @@ def run(settings: Settings) -> int:
             log.configure(settings.server)
             allow_files(settings.server.max_connections)
             backend = _Backend(_files(settings), settings)
-            with _state(settings) as state_url:  # stopped last of all: open turns are kept in the drain
-                _Server(backend, settings, listener, state_url).run(sockets=[listener])
+            with _state(settings) as state:  # stopped last of all: open turns are kept in the drain
+                _Server(backend, settings, listener, state).run(sockets=[listener])
     except KeyboardInterrupt:
         return 0
     except SystemExit:  # uvicorn's way out of a failed start
@@ -116,14 +118,14 @@ def allow_files(connections: int) -> None:
 
 
 @contextlib.contextmanager
-def _state(settings: Settings) -> Iterator[str | None]:
+def _state(settings: Settings) -> Iterator[_State]:
     """Where conversations are kept, while the server runs: at a URL, in a Valkey of its own, or nowhere."""
     url = settings.state.state_url and settings.state.state_url.get_secret_value()
     if url:
         yield None if url == "off" else url
         return
     with EmbeddedValkey(settings.paths.data_dir / "state", settings.state.state_memory) as own:
-        yield own.url
+        yield own
 
 
 def _files(settings: Settings) -> catalog.ModelFiles:
@@ -155,8 +157,8 @@ class _Backend(LocalBackend):
 class _Server(uvicorn.Server):
     """uvicorn's server that says when the engine is ready, and goes down if it cannot start."""
 
-    def __init__(self, backend: _Backend, settings: Settings, listener: socket.socket, state_url: str | None) -> None:
-        self._app = create_app(backend, settings, state_url)
+    def __init__(self, backend: _Backend, settings: Settings, listener: socket.socket, state: _State) -> None:
+        self._app = create_app(backend, settings, state.url if isinstance(state, EmbeddedValkey) else state)
         super().__init__(
             uvicorn.Config(
                 self._app,
@@ -175,16 +177,18 @@ class _Server(uvicorn.Server):
             )
         )
         self._backend = backend
+        self._own_state = state if isinstance(state, EmbeddedValkey) else None
         self._settings = settings
         self._port = listener.getsockname()[1]
         self._start = time.monotonic()
 
     async def main_loop(self) -> None:
-        watch = asyncio.create_task(self._announce())
+        watches = [asyncio.create_task(self._announce()), asyncio.create_task(self._revive())]
         try:
             await super().main_loop()
         finally:
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             self._app.state.draining = True
         await self._drain()
 
@@ -194,6 +198,15 @@ class _Server(uvicorn.Server):
         end = time.monotonic() + self._settings.server.drain_timeout
         while self.server_state.tasks and time.monotonic() < end and not self.force_exit:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.05)
+
+    async def _revive(self) -> None:
+        """Keep the own Valkey alive. Sessions get a 503 meanwhile, and nothing else notices."""
+        while self._own_state is not None:
+            await asyncio.sleep(_LOOK)
+            try:
+                await asyncio.to_thread(self._own_state.revive)
+            except ForebayError as error:  # a full disk, say: the next look tries again
+                logging.getLogger("forebay.state").warning("%s", error.message)
 
     async def _announce(self) -> None:
         try:

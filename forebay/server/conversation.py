@@ -188,6 +188,6 @@ async def _for_ever() -> None:
 
 def replayed(turn: Turn) -> tuple[Sequence[Delta], Usage]:
     """A turn that was kept, as its answer came. OpenAI has no reason for an answer that broke off: it is "length"."""
-    usage = Usage(turn.prompt_tokens, turn.completion_tokens, turn.prompt_tokens)
+    usage = Usage(turn.prompt_tokens, turn.completion_tokens)
     delta = Delta(turn.answer, turn.completion_tokens, usage, 0.0, turn.finish or "length", turn.reasoning)
     return [delta], usage

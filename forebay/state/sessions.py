@@ -26,7 +26,7 @@ from ..config import StateSettings
 from ..contract import Conflict, FinishReason, Message, StateCorrupt, StateUnavailable
 from .store import Store
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("forebay.state")
 
 VERSION = 1
 #: Seconds without a renewal after which a turn's holder counts as dead, and between two renewals.

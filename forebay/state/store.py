@@ -8,6 +8,7 @@ task of its own to its end or to its time limit, and a connection whose command 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
@@ -18,6 +19,8 @@ from valkey.exceptions import ConnectionError as Disconnected
 from valkey.exceptions import OutOfMemoryError, ResponseError, ValkeyError
 
 from ..contract import Busy, StateFull, StateUnavailable
+
+log = logging.getLogger("forebay.state")
 
 #: Seconds a command may take, waiting for a connection included.
 TIMEOUT = 0.25
@@ -40,6 +43,7 @@ class Store:
         )
         self._client = valkey.asyncio.Valkey(connection_pool=self._pool)
         self._timeout = timeout
+        self._answers = True
         self._running: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
@@ -75,15 +79,27 @@ class Store:
     async def _run(self, script: str, keys: Sequence[str], args: Sequence[bytes | str | int]) -> Any:
         try:
             async with asyncio.timeout(self._timeout):
-                return await self._client.register_script(script)(keys=keys, args=args)
+                result = await self._client.register_script(script)(keys=keys, args=args)
         except OutOfMemoryError:
             raise _full() from None
         except ResponseError as error:
             if "OOM" in str(error):  # as a script reports it
                 raise _full() from None
-            raise StateUnavailable(f"the store of conversations refuses: {error}", retry_after=5) from error
+            log.warning("the store of conversations refuses: %s", error)  # what it says is no client's business
+            raise StateUnavailable("the store of conversations refuses", retry_after=5) from None
         except (TimeoutError, ValkeyError, Disconnected, OSError) as error:
+            self._note(repr(error))
             raise _silent() from error
+        self._note("")
+        return result
+
+    def _note(self, fault: str) -> None:
+        """Log the first of many faults, and that they are over."""
+        if self._answers and fault:
+            log.warning("the store of conversations does not answer: %s", fault)
+        elif not self._answers and not fault:
+            log.warning("the store of conversations answers again")
+        self._answers = not fault
 
 
 def _silent() -> Busy:

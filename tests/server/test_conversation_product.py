@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -50,6 +52,29 @@ async def test_a_conversation_outlives_kill_9_of_the_whole_server(demo_model: Mo
             served.process.send_signal(signal.SIGKILL)
             assert not psutil.wait_procs(children, 10)[1]
     assert len(known) == 9
+
+
+async def test_an_own_valkey_that_is_killed_comes_back_with_its_conversations(
+    demo_model: ModelFiles, tmp_path: Path
+) -> None:
+    options = ["--data-dir", str(tmp_path / "data"), "--kv-memory", "64MiB"]
+    with product(str(demo_model.path), tmp_path, *options) as served:
+        first = await ask(served, [SYSTEM, {"role": "user", "content": "Hi"}], "s")
+        (own,) = (child for child in served.process.children(recursive=True) if "valkey" in child.name())
+        own.kill()
+        end = time.monotonic() + 20
+        while (second := await again(served)).status_code != 200:
+            assert (second.status_code, second.json()["error"]["code"]) == (503, "state_unavailable")
+            assert time.monotonic() < end
+            await ask(served, [{"role": "user", "content": "Nobody else notices"}], None)
+        assert second.json()["usage"]["prompt_tokens"] > first.usage.total_tokens
+
+
+async def again(served: Product) -> httpx.Response:
+    messages = [{"role": "user", "content": "And again"}]
+    async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
+        fields = {"model": (await client.get("/v1/models")).json()["data"][0]["id"], "messages": messages}
+        return await client.post("/v1/chat/completions", json=fields | {"session_id": "s", "max_tokens": 4})
 
 
 async def test_a_data_folder_has_one_server(demo_model: ModelFiles, tmp_path: Path) -> None:

@@ -240,6 +240,9 @@ async def test_when_the_store_is_gone_sessions_fail_closed_and_chats_go_on(tmp_p
         assert (response.status_code, response.json()["error"]["code"]) == (503, "state_unavailable")
         assert int(response.headers["retry-after"]) >= 1
         assert (await client.post(CHAT, json=turn("x"))).status_code == 200
+        assert 'vllm:admission_rejections_total{model_name="scripted",reason="state_unavailable"} 1.0' in (
+            (await client.get("/metrics")).text
+        )
 
 
 async def test_a_long_conversation_never_fails_and_is_cut_rarely(valkey: EmbeddedValkey, name: str) -> None:

@@ -107,7 +107,11 @@ async def _generate(request: Request, parse: _Parse, form: _Form) -> Response:
         raise InvalidRequest("session_id: this server keeps no conversations (--state-url off)", param="session_id")
     if call.n > 1:
         raise InvalidRequest("n: a conversation goes on from one answer", param="n")
-    begun = await sessions.begin(key, idempotency=idempotency_key(request.headers), deadline=deadline)
+    try:
+        begun = await sessions.begin(key, idempotency=idempotency_key(request.headers), deadline=deadline)
+    except Busy as error:
+        state.metrics.rejected(error)
+        raise
     if begun.replay is not None:
         return _replay(begun.replay, call, await form(call, backend.card.id))
     conversation = Conversation(sessions, begun, asked[0].messages)

@@ -8,13 +8,14 @@ The error tree (a foreign error is mapped to one of these at the border of its r
     ├── Unauthorized            401  authentication_error
     ├── NotFound                404  not_found_error
     ├── MethodNotAllowed        405  invalid_request_error
-    ├── Conflict                409  invalid_request_error, has retry_after
     ├── BodyTooLarge            413  invalid_request_error
-    ├── Busy                    503  overloaded_error, has retry_after
-    │   ├── DeadlineExceeded    503  waited in the queue longer than allowed
-    │   ├── EngineUnavailable   503  the engine is starting, restarting or gone
-    │   ├── StateUnavailable    503  Redis or Valkey does not answer, or not in time
-    │   └── StateFull           503  its memory is full
+    ├── TryLater                     has retry_after
+    │   ├── Conflict            409  invalid_request_error
+    │   └── Busy                503  overloaded_error
+    │       ├── DeadlineExceeded     waited in the queue longer than allowed
+    │       ├── EngineUnavailable    the engine is starting, restarting or gone
+    │       ├── StateUnavailable     Redis or Valkey does not answer, or not in time
+    │       └── StateFull            its memory is full
     ├── StateCorrupt            500  what it answers is not what was written
     ├── EngineFailure           500  the engine failed this request while it ran
     └── Unsupported             500  a model or setting is refused at start (never sent over HTTP)
@@ -68,16 +69,20 @@ class MethodNotAllowed(ForebayError):
     kind = "invalid_request_error"
 
 
-class Conflict(ForebayError):
-    """Somebody else is at it; ``retry_after`` is in seconds."""
-
-    status = 409
-    kind = "invalid_request_error"
-    code = "turn_in_progress"
+class TryLater(ForebayError):
+    """The same request may do later; ``retry_after`` is in seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0, param: str | None = None) -> None:
         super().__init__(message, param=param)
         self.retry_after = retry_after
+
+
+class Conflict(TryLater):
+    """Somebody else is at it."""
+
+    status = 409
+    kind = "invalid_request_error"
+    code = "turn_in_progress"
 
 
 class BodyTooLarge(ForebayError):
@@ -86,16 +91,12 @@ class BodyTooLarge(ForebayError):
     code = "body_too_large"
 
 
-class Busy(ForebayError):
-    """No room now; ``retry_after`` is in seconds."""
+class Busy(TryLater):
+    """No room now."""
 
     status = 503
     kind = "overloaded_error"
     code = "queue_full"
-
-    def __init__(self, message: str, *, retry_after: float = 1.0, param: str | None = None) -> None:
-        super().__init__(message, param=param)
-        self.retry_after = retry_after
 
 
 class DeadlineExceeded(Busy):

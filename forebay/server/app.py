@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -39,7 +38,7 @@ def create_app(backend: Backend, settings: Settings, state_url: str | None = Non
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with contextlib.AsyncExitStack() as stack:
+        async with AsyncExitStack() as stack:
             if state_url is not None:
                 app.state.sessions = Sessions(await stack.enter_async_context(Store(state_url)), settings.state)
             await stack.enter_async_context(backend)

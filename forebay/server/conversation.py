@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers
 
@@ -141,8 +141,7 @@ class Conversation:
         while True:
             await asyncio.sleep(RENEWAL)
             try:
-                if not await self._sessions.renew(self._begun):
-                    return await _for_ever()  # the commit will say so
+                await self._sessions.renew(self._begun)  # if it is lost, the commit will say so
             except StateUnavailable as error:
                 log.warning("a turn's lease was not renewed: %s", error.message)
 
@@ -182,12 +181,7 @@ class Conversation:
             log.warning("a turn that broke off was not kept: %s", error.message)
 
 
-async def _for_ever() -> None:
-    await asyncio.Event().wait()
-
-
-def replayed(turn: Turn) -> tuple[Sequence[Delta], Usage]:
+def replayed(turn: Turn) -> Delta:
     """A turn that was kept, as its answer came. OpenAI has no reason for an answer that broke off: it is "length"."""
     usage = Usage(turn.prompt_tokens, turn.completion_tokens)
-    delta = Delta(turn.answer, turn.completion_tokens, usage, 0.0, turn.finish or "length", turn.reasoning)
-    return [delta], usage
+    return Delta(turn.answer, turn.completion_tokens, usage, 0.0, turn.finish or "length", turn.reasoning)

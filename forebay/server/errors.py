@@ -10,7 +10,7 @@ import pydantic
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..contract import BodyTooLarge, Busy, Conflict, ForebayError, InvalidRequest, MethodNotAllowed, NotFound
+from ..contract import BodyTooLarge, ForebayError, InvalidRequest, MethodNotAllowed, NotFound, TryLater
 
 _log = logging.getLogger("forebay.server")
 _HTTP: dict[int, type[ForebayError]] = {404: NotFound, 405: MethodNotAllowed, 413: BodyTooLarge}
@@ -61,7 +61,7 @@ def _clean(text: str) -> str:
 
 def error_response(error: ForebayError) -> Response:
     headers = {"cache-control": "no-cache"}
-    if isinstance(error, Busy | Conflict):
+    if isinstance(error, TryLater):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -58,7 +58,8 @@ class EmbeddedValkey:
 
     def __exit__(self, *exc: object) -> None:
         if self._process is not None:
-            _end(psutil.Process(self._process.pid) if self._process.poll() is None else None)
+            if self._process.poll() is None:
+                _end(psutil.Process(self._process.pid))
             self._process.wait()
             self._process = None
         self._pid_file.unlink(missing_ok=True)
@@ -182,9 +183,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def _end(process: psutil.Process | None) -> None:
-    if process is None:
-        return
+def _end(process: psutil.Process) -> None:
     try:
         process.send_signal(signal.SIGTERM)
         process.wait(_STOP)

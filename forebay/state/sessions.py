@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -106,6 +106,7 @@ class Sessions:
         self._most_bytes = settings.session_bytes
         self._queue = settings.on_conflict == "queue"
         self._lease = int(lease * 1000)
+        self._held = max(self._ttl, self._lease)  # a session outlives the lease of its turn
 
     async def begin(self, key: SessionKey, *, idempotency: str = "", deadline: float) -> Begun:
         """Raises Conflict if another turn of the session runs: at once, or where conflicts queue at ``deadline``
@@ -123,7 +124,7 @@ class Sessions:
         owner = key.digest()
         # The client's key may be long and hold anything: its hash stands for it.
         name = hashlib.sha256(idempotency.encode()).hexdigest() if idempotency else ""
-        args: list[bytes | str | int] = [fence, self._lease, self._ttl, owner, name]
+        args: list[bytes | str | int] = [fence, self._lease, self._held, owner, name]
         try:
             outcome, *rest = await self._store.run(_BEGIN, _keys(owner), args)
         except (StateUnavailable, asyncio.CancelledError):
@@ -147,7 +148,7 @@ class Sessions:
     async def renew(self, turn: Begun) -> bool:
         """Whether the turn still holds its session. To be called every RENEWAL seconds."""
         owner = turn.key.digest()
-        args: list[bytes | str | int] = [turn.fence, self._lease, self._ttl, turn.idempotency]
+        args: list[bytes | str | int] = [turn.fence, self._lease, self._held, turn.idempotency]
         return bool(await self._store.run(_RENEW, _keys(owner), args))
 
     async def commit(self, begun: Begun, turn: Turn) -> None:
@@ -194,7 +195,7 @@ def _turn(owner: bytes, packed: bytes) -> Turn:
     return stored.turn
 
 
-def _corrupt(owner: bytes) -> Any:
+def _corrupt(owner: bytes) -> StateCorrupt:
     log.error("what the store has of session %s is not what was written there", owner.hex()[:12])
     return StateCorrupt("the conversation cannot be read: its stored state is damaged; begin a new one")
 
@@ -202,7 +203,7 @@ def _corrupt(owner: bytes) -> Any:
 # Keys of all scripts: the session (a hash: owner, fence, dropped, bytes), its turns (a list), its lease (a string,
 # "<fence>:<idempotency>"), and what idempotency keys stand for (a hash: key -> number of the turn).
 
-#: fence, lease ms, ttl ms, owner, idempotency -> busy same? | done turn | begun dropped turns | foreign
+#: fence, lease ms, session's ms, owner, idempotency -> busy same? | done turn | begun dropped turns | foreign
 _BEGIN = """
 local session, turns, lease, did = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local owner = redis.call('HGET', session, 'owner')
@@ -216,18 +217,16 @@ local held = redis.call('GET', lease)
 if held then return {'busy', (ARGV[5] ~= '' and string.sub(held, #ARGV[1] + 2) == ARGV[5]) and 1 or 0} end
 redis.call('SET', lease, ARGV[1] .. ':' .. ARGV[5], 'PX', ARGV[2])
 redis.call('HSET', session, 'owner', ARGV[4], 'fence', ARGV[1])
-local life = math.max(ARGV[2], ARGV[3])
-for _, key in ipairs({session, turns, did}) do redis.call('PEXPIRE', key, life) end
+for _, key in ipairs({session, turns, did}) do redis.call('PEXPIRE', key, ARGV[3]) end
 return {'begun', dropped, redis.call('LRANGE', turns, 0, -1)}
 """
 
-#: fence, lease ms, ttl ms, idempotency -> 1 if held. A lease that ran out is taken back if nobody has begun since.
+#: fence, lease ms, session's ms, idempotency -> 1 if held. One that ran out is taken back if nobody has begun since.
 _RENEW = """
 local session, turns, lease, did = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 if redis.call('HGET', session, 'fence') ~= ARGV[1] then return 0 end
 redis.call('SET', lease, ARGV[1] .. ':' .. ARGV[4], 'PX', ARGV[2])
-local life = math.max(ARGV[2], ARGV[3])
-for _, key in ipairs({session, turns, did}) do redis.call('PEXPIRE', key, life) end
+for _, key in ipairs({session, turns, did}) do redis.call('PEXPIRE', key, ARGV[3]) end
 return 1
 """
 

@@ -15,10 +15,9 @@ from typing import Any, Self, cast
 import valkey.asyncio
 from valkey.asyncio.retry import Retry
 from valkey.backoff import NoBackoff
-from valkey.exceptions import ConnectionError as Disconnected
 from valkey.exceptions import OutOfMemoryError, ResponseError, ValkeyError
 
-from ..contract import Busy, StateFull, StateUnavailable
+from ..contract import StateFull, StateUnavailable
 
 log = logging.getLogger("forebay.state")
 
@@ -80,14 +79,12 @@ class Store:
         try:
             async with asyncio.timeout(self._timeout):
                 result = await self._client.register_script(script)(keys=keys, args=args)
-        except OutOfMemoryError:
-            raise _full() from None
         except ResponseError as error:
-            if "OOM" in str(error):  # as a script reports it
-                raise _full() from None
+            if isinstance(error, OutOfMemoryError) or "OOM" in str(error):  # the latter as a script reports it
+                raise StateFull("the store of conversations is full", retry_after=30) from None
             log.warning("the store of conversations refuses: %s", error)  # what it says is no client's business
             raise StateUnavailable("the store of conversations refuses", retry_after=5) from None
-        except (TimeoutError, ValkeyError, Disconnected, OSError) as error:
+        except (TimeoutError, ValkeyError, OSError) as error:
             self._note(repr(error))
             raise _silent() from error
         self._note("")
@@ -102,9 +99,5 @@ class Store:
         self._answers = not fault
 
 
-def _silent() -> Busy:
+def _silent() -> StateUnavailable:
     return StateUnavailable("the store of conversations does not answer", retry_after=2)
-
-
-def _full() -> Busy:
-    return StateFull("the store of conversations is full", retry_after=30)

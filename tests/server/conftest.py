@@ -13,6 +13,7 @@ from product import Product, product
 from scripted import ScriptedBackend, Served, served
 
 from forebay.catalog import ModelFiles
+from forebay.state.embedded import EmbeddedValkey
 
 
 @pytest.fixture
@@ -25,6 +26,12 @@ def no_blocking_calls() -> Iterator[None]:
     """A call from Forebay's code that would block the event loop raises."""
     with blockbuster_ctx("forebay"):
         yield
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
+    with EmbeddedValkey(tmp_path_factory.mktemp("valkey"), 64 * 2**20) as running:
+        yield running
 
 
 @pytest.fixture

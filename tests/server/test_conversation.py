@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,15 @@ from scripted import MODEL, ScriptedBackend, Served, served, until
 
 from forebay.contract import Delta, EngineFailure, GenRequest, Message
 from forebay.state.embedded import EmbeddedValkey
+from forebay.state.sessions import SessionKey
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedValkey]:
-    with EmbeddedValkey(tmp_path_factory.mktemp("valkey"), 64 * 2**20) as running:
-        yield running
-
-
 @pytest.fixture
-async def server(valkey: EmbeddedValkey) -> AsyncIterator[Served]:
-    async with served(ScriptedBackend(), state_url=valkey.url) as running:
+async def server(embedded: EmbeddedValkey) -> AsyncIterator[Served]:
+    async with served(ScriptedBackend(), state_url=embedded.url) as running:
         yield running
 
 
@@ -92,12 +87,12 @@ async def test_sessions_are_a_users_own(server: Served, http: httpx.AsyncClient,
     assert server.backend.requests[-1].messages == says("mine", ANSWER, "more")
 
 
-async def test_one_turn_at_a_time_over_two_servers(valkey: EmbeddedValkey, name: str) -> None:
+async def test_one_turn_at_a_time_over_two_servers(embedded: EmbeddedValkey, name: str) -> None:
     """Twenty at once: some are answered, one after the other, and the rest told to try again."""
     slow = scripted.say(pause=0.02)
     async with (
-        served(ScriptedBackend(slow, capacity=20), state_url=valkey.url) as one,
-        served(ScriptedBackend(slow, capacity=20), state_url=valkey.url) as two,
+        served(ScriptedBackend(slow, capacity=20), state_url=embedded.url) as one,
+        served(ScriptedBackend(slow, capacity=20), state_url=embedded.url) as two,
         httpx.AsyncClient(timeout=30) as client,
     ):
         urls = [(one, two)[i % 2].url + CHAT for i in range(20)]
@@ -141,10 +136,12 @@ async def test_an_idempotent_retry_is_the_same_turn(server: Served, http: httpx.
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_that_is_cut_is_kept_as_far_as_it_came(valkey: EmbeddedValkey, name: str, stream: bool) -> None:
+async def test_an_answer_that_is_cut_is_kept_as_far_as_it_came(
+    embedded: EmbeddedValkey, name: str, stream: bool
+) -> None:
     backend = ScriptedBackend(scripted.say(("half ", "of ", "it"), pause=0.4))
     async with (
-        served(backend, state_url=valkey.url) as running,
+        served(backend, state_url=embedded.url) as running,
         httpx.AsyncClient(base_url=running.url, timeout=30) as client,
     ):
         with pytest.raises(TimeoutError):
@@ -155,7 +152,7 @@ async def test_an_answer_that_is_cut_is_kept_as_far_as_it_came(valkey: EmbeddedV
         assert backend.requests[-1].messages == says("one", "half of ", "two")
 
 
-async def test_a_turn_that_fails_before_its_first_token_was_none(valkey: EmbeddedValkey, name: str) -> None:
+async def test_a_turn_that_fails_before_its_first_token_was_none(embedded: EmbeddedValkey, name: str) -> None:
     plan = [
         scripted.say(),
         scripted.fail(EngineFailure("x")),
@@ -169,7 +166,7 @@ async def test_a_turn_that_fails_before_its_first_token_was_none(valkey: Embedde
 
     backend = ScriptedBackend(play)
     async with (
-        served(backend, state_url=valkey.url) as running,
+        served(backend, state_url=embedded.url) as running,
         httpx.AsyncClient(base_url=running.url, timeout=30) as client,
     ):
         statuses = [
@@ -181,18 +178,16 @@ async def test_a_turn_that_fails_before_its_first_token_was_none(valkey: Embedde
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_could_not_be_kept_is_not_told_as_done(valkey: EmbeddedValkey, name: str, stream: bool) -> None:
+async def test_what_could_not_be_kept_is_not_told_as_done(embedded: EmbeddedValkey, name: str, stream: bool) -> None:
     """The conversation is deleted while a turn is answered."""
     backend = ScriptedBackend(scripted.say(pause=0.05))
     async with (
-        served(backend, state_url=valkey.url) as running,
+        served(backend, state_url=embedded.url) as running,
         httpx.AsyncClient(base_url=running.url, timeout=30) as client,
     ):
         sent = client.post(CHAT, json=turn("one", session_id=name, user="u", stream=stream))
         asking = asyncio.create_task(sent)
         await until(lambda: backend.running == 1)
-        from forebay.state.sessions import SessionKey  # noqa: PLC0415
-
         await running.app.state.sessions.delete(SessionKey("", "u", name))
         response = await asking
         if stream:
@@ -245,11 +240,11 @@ async def test_when_the_store_is_gone_sessions_fail_closed_and_chats_go_on(tmp_p
         )
 
 
-async def test_a_long_conversation_never_fails_and_is_cut_rarely(valkey: EmbeddedValkey, name: str) -> None:
+async def test_a_long_conversation_never_fails_and_is_cut_rarely(embedded: EmbeddedValkey, name: str) -> None:
     """Sixty turns in a context that holds some ten: the system prompt stays, whole turns go, many at a time."""
     backend = ScriptedBackend(scripted.say(("word",) * 7), max_context=200)  # a token for each word of a message
     async with (
-        served(backend, state_url=valkey.url, default_max_tokens=20) as running,
+        served(backend, state_url=embedded.url, default_max_tokens=20) as running,
         httpx.AsyncClient(base_url=running.url, timeout=30) as client,
     ):
         dropped, sent_before, recomputed, new = [], (), 0, 0

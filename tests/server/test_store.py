@@ -64,14 +64,20 @@ async def delaying(target: str, folder: Path, dice: random.Random, most: float) 
         yield f"unix://{folder}/proxy.sock"
 
 
+@asynccontextmanager
+async def delayed_store(folder: Path, dice: random.Random, most: float) -> AsyncIterator[Store]:
+    async with (
+        started(folder / "v") as running,
+        delaying(running.url.removeprefix("unix://"), folder, dice, most) as url,
+        Store(url) as store,
+    ):
+        yield store
+
+
 async def test_no_reply_reaches_another_caller_whoever_is_cancelled(tmp_path: Path) -> None:
     """Forty callers, most of whose commands are cancelled somewhere between sending and reply, over few connections."""
     dice = random.Random(7)
-    async with (
-        started(tmp_path / "v") as running,
-        delaying(running.url.removeprefix("unix://"), tmp_path, dice, 0.01) as url,
-        Store(url) as store,
-    ):
+    async with delayed_store(tmp_path, dice, 0.01) as store:
         answered = cancelled = 0
 
         async def call(caller: int) -> None:
@@ -95,11 +101,7 @@ async def test_no_reply_reaches_another_caller_whoever_is_cancelled(tmp_path: Pa
 
 async def test_acknowledged_turns_are_all_there_in_order_whoever_is_cancelled(tmp_path: Path) -> None:
     dice = random.Random(11)
-    async with (
-        started(tmp_path / "v") as running,
-        delaying(running.url.removeprefix("unix://"), tmp_path, dice, 0.004) as url,
-        Store(url) as store,
-    ):
+    async with delayed_store(tmp_path, dice, 0.004) as store:
         sessions = Sessions(store, StateSettings(), lease=0.15)
         kept: dict[int, list[str]] = defaultdict(list)
         maybe: dict[int, set[str]] = defaultdict(set)

@@ -131,14 +131,13 @@ async def _generate(request: Request, parse: _Parse, form: _Form) -> Response:
 
 def _replay(turn: Turn, call: Call, form: Format) -> Response:
     """The answer that an idempotency key has had already."""
-    deltas, usage = replayed(turn)
+    delta = replayed(turn)
     if not call.stream:
         whole = Collected()
-        for delta in deltas:
-            whole.add(delta)
-        return Response(form.whole([whole], usage), media_type="application/json", headers=_REPLAYED)
-    frames = [form.opening(0), *(form.delta(0, delta) for delta in deltas), form.finish(0, turn.finish or "length")]
-    body = b"".join([*frames, form.usage(usage), sse.DONE])
+        whole.add(delta)
+        return Response(form.whole([whole], delta.usage), media_type="application/json", headers=_REPLAYED)
+    frames = [form.opening(0), form.delta(0, delta), form.finish(0, turn.finish or "length")]
+    body = b"".join([*frames, form.usage(delta.usage), sse.DONE])
     own = {name.decode(): value.decode() for name, value in sse.HEADERS}
     return Response(body, headers={**own, **_REPLAYED})
 

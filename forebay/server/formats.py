@@ -13,7 +13,8 @@ from typing import Protocol
 
 import msgspec
 
-from ..contract import Delta, FinishReason, TokenLogprob, Usage
+from ..contract import Delta, FinishReason, ForebayError, TokenLogprob, Usage
+from . import sse
 
 _encode = msgspec.json.encode
 #: JSON has no infinity; this is what OpenAI writes for a token that could not come.
@@ -47,8 +48,12 @@ class Format(Protocol):
 
     def finish(self, index: int, reason: FinishReason) -> bytes: ...
 
-    def usage(self, usage: Usage) -> bytes:
-        """The last frame before the end; none where it was not asked for."""
+    def ending(self, usage: Usage) -> bytes:
+        """All that comes behind the last choice's finish."""
+        ...
+
+    def failure(self, error: ForebayError) -> bytes:
+        """What ends a stream that has begun and cannot go on."""
         ...
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
@@ -66,10 +71,13 @@ class _Chunks:
         self._include_usage = include_usage
         self._after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def usage(self, usage: Usage) -> bytes:
+    def ending(self, usage: Usage) -> bytes:
         if not self._include_usage:
-            return b""
-        return self._before + b'],"usage":' + _encode(_usage_fields(usage)) + b"}\n\n"
+            return sse.DONE
+        return self._before + b'],"usage":' + _encode(_usage_fields(usage)) + b"}\n\n" + sse.DONE
+
+    def failure(self, error: ForebayError) -> bytes:
+        return sse.error_frame(error)
 
     def _whole(self, choices: list[dict[str, object]], usage: Usage) -> bytes:
         return _encode(self._head | {"choices": choices, "usage": _usage_fields(usage)})

@@ -85,7 +85,7 @@ class Reply(Response):
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
         headers = self._conversation.headers if self._conversation else {}
-        wire = _Wire(scope, receive, send, self._settings.reader_timeout, headers)
+        wire = _Wire(scope, receive, send, self._settings.reader_timeout, headers, self._format.failure)
         tasks = [asyncio.create_task(self._answer(wire, record)), asyncio.create_task(_client_gone(receive))]
         if self._stream:
             tasks.append(asyncio.create_task(self._keep_alive(wire)))
@@ -175,7 +175,7 @@ class Reply(Response):
             await wire.write(frames)
 
         usage = await self._run(record, take)
-        await wire.write(form.usage(usage) + sse.DONE, last=True)
+        await wire.write(form.ending(usage), last=True)
 
     async def _send_json(self, wire: _Wire, record: RequestRecord) -> None:
         choices = [Collected() for _ in self._choices]
@@ -204,9 +204,18 @@ class Reply(Response):
 class _Wire:
     """One response on its way out. Two tasks write to it, one at a time; each write is bounded in time."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, timeout: float, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        timeout: float,
+        headers: Mapping[str, str],
+        failure: Callable[[ForebayError], bytes],
+    ) -> None:
         self._scope, self._receive, self._raw_send = scope, receive, send
         self._headers = headers
+        self._failure = failure
         self._timeout = timeout
         self._lock = asyncio.Lock()
         self.complete = False
@@ -229,7 +238,7 @@ class _Wire:
             if self.complete:
                 return
             if self.started:
-                await self._write(sse.error_frame(error), last=True)
+                await self._write(self._failure(error), last=True)
             else:
                 await self._respond(errors.error_response(error))
 

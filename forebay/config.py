@@ -39,6 +39,7 @@ def parse_size(value: object) -> object:
 
 Size = Annotated[int | float, BeforeValidator(parse_size), Field(gt=0)]
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Quota = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 
 
 def _strip(value: object) -> object:
@@ -81,6 +82,13 @@ class EngineSettings(Room):
         default=512, ge=16, le=1 << 20, description="Tokens in one step, decodes and prefill together."
     )
     kv_memory: Size = Field(default=0.25, description="KV cache: bytes (2GiB) or a fraction of the free memory (0.25).")
+    kv_disk: Quota = Field(
+        default=2 * 2**30, description="KV of conversations on disk, in data-dir, up to so many bytes; 0: none."
+    )
+    kv_host: Quota | None = Field(
+        default=None,
+        description="The same in the host's memory, above the disk. Default: a quarter of it with a GPU, else 0.",
+    )
     max_context: int = Field(default=0, ge=0, description="Prompt + answer, in tokens; 0 takes the model's own limit.")
     start_timeout: float = Field(default=600.0, gt=0, description="Seconds for loading and warm-up.")
     hang_timeout: float = Field(default=30.0, gt=0, description="Seconds without news before the engine is restarted.")
@@ -147,6 +155,15 @@ class StateSettings(Room):
         return url
 
 
+class AnswerSettings(Room):
+    """Answers in the front's memory: such as were given, and such as are being given."""
+
+    answer_cache: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = Field(
+        default=64 * 2**20, description="Memory of the answer cache, in bytes; 0: equal questions share nothing."
+    )
+    answer_ttl: float = Field(default=600.0, gt=0, le=10**7, description="Seconds a cached answer is given again.")
+
+
 class PathSettings(Room):
     """Where files are."""
 
@@ -178,6 +195,7 @@ class Settings(Room):
     admission: AdmissionSettings = AdmissionSettings()
     server: ServerSettings = ServerSettings()
     state: StateSettings = StateSettings()
+    answers: AnswerSettings = AnswerSettings()
     keys: dict[Name, KeySettings] = {}
 
     @pydantic.field_validator("keys")
@@ -202,6 +220,7 @@ ROOMS: dict[str, type[Room]] = {
     "admission": AdmissionSettings,
     "server": ServerSettings,
     "state": StateSettings,
+    "answers": AnswerSettings,
 }
 #: setting name -> room name
 NAMES: dict[str, str] = {name: room for room, cls in ROOMS.items() for name in cls.model_fields}

@@ -7,6 +7,7 @@ The error tree (a foreign error is mapped to one of these at the border of its r
     │   └── ContextTooLong      400  code context_length_exceeded
     ├── Unauthorized            401  authentication_error
     ├── NotFound                404  not_found_error
+    │   └── ConversationNotFound     also for one that is another's
     ├── MethodNotAllowed        405  invalid_request_error
     ├── BodyTooLarge            413  invalid_request_error
     ├── TryLater                     has retry_after
@@ -62,6 +63,10 @@ class Unauthorized(ForebayError):
 class NotFound(ForebayError):
     status = 404
     kind = "not_found_error"
+
+
+class ConversationNotFound(NotFound):
+    code = "conversation_not_found"
 
 
 class MethodNotAllowed(ForebayError):
@@ -156,6 +161,7 @@ class GenRequest:
 
     ``max_tokens`` None means as many as the context allows. ``temperature`` 0 is greedy; ``top_k`` 0 and
     ``top_p`` 1 are off. ``seed`` None: the backend draws one. ``salt`` separates prefix caches (one per tenant).
+    ``ttl``: a turn of a conversation that may go on for so many seconds; its KV is kept the longer. 0: it is none.
     ``logit_bias`` maps token ids to what is added to their logits. No text of ``bad_words`` is generated, neither as it
     is nor after a space, in the tokens that it is usually written in. ``logprobs``: log probabilities of each token and
     of so many of the likeliest; None: of none.
@@ -175,6 +181,7 @@ class GenRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     salt: str = ""
+    ttl: float = 0.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -188,22 +195,34 @@ class GenRequest:
 class Prepared:
     """A request ready to run: ``n_tokens`` prompt tokens; ``key`` is SHA-256 over all that decides the answer.
 
-    ``order`` and ``resume`` belong to the backend; the server only hands them back.
+    ``order`` and ``resume`` belong to the backend; the server only hands them back: ``resume`` in the Resume of the
+    conversation's next turn (empty for a request that has none itself).
     """
 
     n_tokens: int
     key: bytes
     order: object
-    resume: object | None = None
+    resume: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a chat's prompt goes on from earlier turns, which are the first ``known`` of its messages and end with an
+    answer. ``turns``: of each, the oldest first, ``Prepared.resume`` and the ``Delta.ids`` of its answer."""
+
+    known: int = 0
+    turns: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request so far. ``cached_tokens`` of the prompt came from the prefix cache."""
+    """Token counts of one request so far. ``cached_tokens`` of the prompt were known from before; ``tier`` is the
+    slowest place that any of them came from: device, host or disk, or none."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    tier: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +241,8 @@ class Delta:
     """News of one request: new text (may be empty), the tokens behind it, and on the last one why it ended.
 
     ``started`` (seconds on time.monotonic()) is when its prefill began. ``reasoning``: new text that the model marks as
-    its thinking. A token's ``logprobs`` come with its first character.
+    its thinking. A token's ``logprobs`` come with its first character, its id in ``ids`` with its last; the ids are
+    those of the answer's text, so the token that ended it is not among them, nor is what a stop string took away.
     """
 
     text: str
@@ -232,6 +252,7 @@ class Delta:
     finish: FinishReason | None = None
     reasoning: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +261,8 @@ class Load:
 
     ``credits`` is how many more requests it can take at once (front + engine agree on it; may be negative).
     ``heartbeat_age`` is seconds since the last news from the engine. ``step_tokens`` maps an upper bound
-    (tokens in a step) -> number of steps at or under it, cumulative, for the iteration histogram.
+    (tokens in a step) -> number of steps at or under it, cumulative, for the iteration histogram. ``tiers``: pages of KV
+    below the device by what became of them (``disk_hit``, ``saved``, ...), and ``disk_bytes``.
     """
 
     ready: bool
@@ -258,6 +280,7 @@ class Load:
     steps: int = 0
     step_tokens: Mapping[int, int] = field(default_factory=dict)
     step_tokens_sum: int = 0
+    tiers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +313,9 @@ class Backend(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
-    async def prepare(self, request: GenRequest, resume: object | None = None) -> Prepared:
-        """Template, tokenize, check against the limits. Raises InvalidRequest / ContextTooLong."""
+    async def prepare(self, request: GenRequest, resume: Resume | None = None) -> Prepared:
+        """Template, tokenize, check against the limits. With ``resume``, the prompt is an extension of the earlier
+        turns' tokens where that can be. Raises InvalidRequest / ContextTooLong."""
         ...
 
     async def tokenize(

@@ -23,7 +23,7 @@ from typing import Any
 from ..config import EngineSettings
 from ..contract import EngineFailure, EngineUnavailable, Load, Unsupported
 from .sequence import Emit, End, GenSpec, Logprobs
-from .wire import Cancel, Failed, Frame, Hello, Submit, ToEngine, Unpacker, pack, to_front
+from .wire import Cancel, Failed, Frame, Hello, Purge, Submit, ToEngine, Unpacker, pack, to_front
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Stream:
             raise RuntimeError("news without news")
         tokens, self._tokens = self._tokens, []
         logprobs, self._logprobs = self._logprobs, []
-        return Emit(last.id, tokens, last.end, last.detail, last.cached, last.started, logprobs)
+        return Emit(last.id, tokens, last.end, last.detail, last.cached, last.started, logprobs, last.tier)
 
 
 class EngineClient:
@@ -134,6 +134,12 @@ class EngineClient:
         if not stream.ended and self.state == "ready":
             self._send(Cancel(stream.spec.id))
 
+    def purge(self, salt: str, ids: list[int]) -> None:
+        """Keep nothing that only this sequence of tokens has. Without an engine that runs, what is on disk stays until
+        it expires."""
+        if self.state == "ready":
+            self._send(Purge(salt, ids))
+
     def load(self) -> Load:
         frame = self._frame
         counters = self._counters(frame)
@@ -149,6 +155,7 @@ class EngineClient:
             heartbeat_age=time.monotonic() - self._heard,
             pages=frame.pages,
             page_size=self.hello.page_size if self.hello else 0,
+            tiers=frame.tiers,
             **counters,
         )
 

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 #: So many steps in a row in which everything failed, and the engine is beyond repair.
 MAX_FAILED_STEPS = 3
+#: Seconds after which the inbox is looked at again while pages come from a lower tier.
+ARRIVAL_WAIT = 0.005
 
 
 class EngineBroken(RuntimeError):
@@ -51,6 +53,13 @@ class Engine:
     def cancel(self, id: int) -> None:
         self.scheduler.cancel(id)
 
+    def purge(self, salt: str, ids: list[int]) -> None:
+        self.scheduler.purge(salt, ids)
+
+    def rest(self) -> None:
+        """To be called now and then while there is nothing to do."""
+        self.scheduler.traffic.work(self._clock())
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._news)
@@ -64,6 +73,8 @@ class Engine:
             drawn, failures = self._execute(step)
             emits += self.scheduler.commit(step, drawn, failures)
             self._steps += 1
+        elif self.scheduler.traffic.fetches:  # all that there is waits for them
+            self.scheduler.traffic.tiers.wait(ARRIVAL_WAIT)
         return self.frame(emits, step.n_tokens)
 
     def frame(self, emits: list[Emit], n_tokens: int = 0) -> Frame:
@@ -81,6 +92,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             steps=self._steps,
             step_tokens=n_tokens,
+            tiers=dict(scheduler.traffic.tiers.counts()),
         )
 
     def generate(self, specs: list[GenSpec]) -> dict[int, list[Emit]]:

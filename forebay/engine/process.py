@@ -19,14 +19,17 @@ from pathlib import Path
 
 import psutil
 
-from ..catalog import ModelFiles
+from ..catalog import ModelFiles, cache_dir
 from ..config import EngineSettings
 from ..contract import Unsupported
+from .files import PageFiles, sweep
 from .kv.pages import PAGE_SIZE
+from .kv.tiers import NoTiers, Tiers
 from .loop import Engine
-from .runner import build
+from .runner import Built, build
 from .scheduler import Scheduler
-from .wire import Cancel, Failed, Hello, Submit, ToFront, Unpacker, pack, to_engine
+from .tiers import PageTiers, PoolBytes
+from .wire import Cancel, Failed, Hello, Purge, Submit, ToFront, Unpacker, pack, to_engine
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +105,13 @@ def load(files: ModelFiles, settings: EngineSettings) -> tuple[Engine, Hello]:
         clock=time.monotonic,
     )
     warm = time.monotonic()
+    tiers = _tiers(files, settings, built, min(seconds / rows for rows, seconds in times) * PAGE_SIZE)
     scheduler = Scheduler(
         n_pages=built.n_pages,
         max_batch=settings.max_batch,
         token_budget=settings.token_budget,
         max_context=built.max_context,
+        tiers=tiers,
     )
     engine = Engine(scheduler, built.runner, vocab_size=built.spec.vocab_size, clock=time.monotonic)
     other = psutil.Process().memory_info().rss - built.weight_bytes
@@ -115,8 +120,33 @@ def load(files: ModelFiles, settings: EngineSettings) -> tuple[Engine, Hello]:
         f"other {max(0, other) >> 20:,} MiB in the engine",
         "engine": f"loaded in {loaded - started:.1f} s, {len(times)} shapes warmed in {warm - loaded:.1f} s",
     }
-    hello = Hello(built.n_pages, PAGE_SIZE, scheduler.max_context, built.spec.vocab_size, summary, max(times))
+    hello = Hello(
+        built.n_pages,
+        PAGE_SIZE,
+        scheduler.max_context,
+        built.spec.vocab_size,
+        summary,
+        max(seconds for _, seconds in times),
+    )
     return engine, hello
+
+
+def _tiers(files: ModelFiles, settings: EngineSettings, built: Built, page_cost: float) -> Tiers:
+    host = settings.kv_host
+    if host is None:
+        host = psutil.virtual_memory().available // 4 if built.pool.device.type == "cuda" else 0
+    pool = PoolBytes(built.pool)
+    found: PageFiles | None = None
+    if settings.kv_disk and (cache := cache_dir(files)):
+        folder = cache / f"kv-{built.layout.hex()[:16]}"
+        try:
+            found = PageFiles(folder, built.layout, pool.page_bytes, settings.kv_disk)
+            sweep(cache, folder)
+        except OSError as error:
+            log.warning("no KV cache on disk: %s", error)
+    if found is None and host < pool.page_bytes:
+        return NoTiers()
+    return PageTiers(pool, host_bytes=host, files=found, page_cost=page_cost, clock=time.monotonic)
 
 
 def serve(engine: Engine, link: Link) -> None:
@@ -129,11 +159,14 @@ def serve(engine: Engine, link: Link) -> None:
                     engine.submit(spec)
                 case Cancel(id):
                     engine.cancel(id)
+                case Purge(salt, ids):
+                    engine.purge(salt, ids)
         now = time.monotonic()
         if engine.has_work:
             link.send(engine.step())
             last_frame = now
         elif now - last_frame >= HEARTBEAT:
+            engine.rest()
             link.send(engine.frame([]))
             last_frame = now
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,10 +13,11 @@ import numpy as np
 import psutil
 import torch
 
-from ..catalog import ModelFiles, read_meta
+from ..catalog import ModelFiles, code_version, fingerprint, read_meta
 from ..config import EngineSettings
 from ..contract import Unsupported
 from . import kernels
+from .attention import base
 from .attention.base import Attention, KVShape, Reach, empty_pool
 from .attention.native import NativeAttention
 from .attention.paged import PagedAttention
@@ -45,7 +47,7 @@ class Runner(Protocol):
 @dataclass(frozen=True, slots=True)
 class Built:
     """A loaded model with its pool. ``weight_bytes`` and ``kv_bytes`` in all, ``kv_token_bytes`` per token;
-    ``summary``: label -> line for people."""
+    ``layout`` is SHA-256 over all that the bytes of a page depend on; ``summary``: label -> line for people."""
 
     runner: ModelRunner
     spec: ModelSpec
@@ -55,6 +57,7 @@ class Built:
     weight_bytes: int
     kv_bytes: int
     kv_token_bytes: int
+    layout: bytes
     summary: dict[str, str]
 
 
@@ -98,9 +101,9 @@ class ModelRunner:
 
     def warm_up(
         self, *, max_batch: int, token_budget: int, max_context: int, n_pages: int, clock: Callable[[], float]
-    ) -> list[float]:
-        """Run every planned shape once, so that the first user does not pay for it. Returns the seconds of each, by
-        ``clock``.
+    ) -> list[tuple[int, float]]:
+        """Run every planned shape once, so that the first user does not pay for it. Returns the rows and, by ``clock``,
+        the seconds of each.
 
         Decodes at each power of two up to ``max_batch``, a full chunk from the start and one that continues, and
         both together. Writes to pages that nobody holds yet.
@@ -114,7 +117,7 @@ class ModelRunner:
         for plan in plans:
             begin = clock()
             self.execute(Step(tuple(dummy_work(start, count, n_pages) for start, count in plan)))
-            times.append(clock() - begin)
+            times.append((sum(count for _, count in plan), clock() - begin))
         return times
 
 
@@ -182,8 +185,14 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
         weight_bytes=weights.n_bytes(),
         kv_bytes=kv_bytes,
         kv_token_bytes=page_bytes // PAGE_SIZE,
+        layout=_layout(files, shape, (name, quantize, level if native else "none", str(compiled))),
         summary=summary,
     )
+
+
+def _layout(files: ModelFiles, shape: KVShape, arithmetic: tuple[str, ...]) -> bytes:
+    code = code_version(base.__file__, kernels.__file__)
+    return hashlib.sha256(repr((fingerprint(files), code, shape, PAGE_SIZE, arithmetic)).encode()).digest()
 
 
 def _device(name: str) -> torch.device:

@@ -17,7 +17,9 @@ from collections.abc import Mapping
 
 from .kv.capacity import OutputGuess, pages_of, predicted_peak
 from .kv.pages import PAGE_SIZE, Pages
-from .kv.radix import Node, PrefixTree
+from .kv.radix import Node
+from .kv.tiers import NoTiers, Tiers
+from .kv.traffic import Fetch, Traffic
 from .sequence import Emit, End, GenSpec, Logprobs, Sequence, State
 from .step import Drawn, Step, Work
 
@@ -25,11 +27,14 @@ from .step import Drawn, Step, Work
 class Scheduler:
     """Owner of all sequences and pages. ``max_context`` bounds prompt + answer of one sequence, in tokens."""
 
-    def __init__(self, *, n_pages: int, max_batch: int, token_budget: int, max_context: int) -> None:
+    def __init__(
+        self, *, n_pages: int, max_batch: int, token_budget: int, max_context: int, tiers: Tiers | None = None
+    ) -> None:
         if token_budget < max_batch:
             raise ValueError(f"token_budget ({token_budget}) must be at least max_batch ({max_batch})")
         self.pages = Pages(n_pages)
-        self.tree = PrefixTree(self.pages)
+        self.traffic = Traffic(self.pages, tiers or NoTiers())
+        self.tree = self.traffic.tree
         self.max_batch = max_batch
         self.token_budget = token_budget
         self.max_context = min(max_context, n_pages * PAGE_SIZE)
@@ -67,9 +72,13 @@ class Scheduler:
         if seq := self._by_id.get(id):
             seq.cancelled = True
 
+    def purge(self, salt: str, ids: list[int]) -> None:
+        """Keep no page that only this sequence of tokens has."""
+        self.traffic.forget(salt, ids)
+
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting) or self.traffic.busy
 
     def credits(self) -> int:
         """How many more orders could start soon: free slots less those already waiting for one, and no more than
@@ -89,6 +98,7 @@ class Scheduler:
         """The next step. ``now`` (monotonic s) is compared with deadlines and stamped on what starts."""
         if self._in_flight is not None:
             raise RuntimeError("the last step has not been committed")
+        self.traffic.work(now)
         ended = self._reap(now)
         works: list[Work] = []
         # Decodes are owed one token each, whatever else happens.
@@ -109,8 +119,12 @@ class Scheduler:
             if self._about_to_be_shared(seq, path):
                 held_back.append(seq)
                 continue
-            if not self._join(seq, path, held_back, now):
+            if self.running and not self._fits(seq, path, held_back):
                 break
+            if self._about_to_arrive(seq, path):
+                held_back.append(seq)
+                continue
+            self._join(seq, path, now)
             count = min(seq.owed, spare)
             if not self._grow(seq, seq.computed + count, []):
                 break
@@ -185,16 +199,20 @@ class Scheduler:
                     return True
         return False
 
-    def _join(self, seq: Sequence, path: list[Node], held_back: list[Sequence], now: float) -> bool:
-        """Move a waiting sequence to running if it fits beside those held back, with ``path``, what the prefix tree
-        has of it."""
-        if self.running and not self._fits(seq, path, held_back):
-            return False
+    def _about_to_arrive(self, seq: Sequence, path: list[Node]) -> bool:
+        """Whether pages of ``seq`` are on their way from a lower tier. That is tried once: what does not come, or is
+        gone again when it is needed, is computed."""
+        if seq.fetch is None and not seq.preempted:
+            seq.fetch = self.traffic.fetch(seq.spec.salt, seq.ids, path, (len(seq.ids) - 1) // PAGE_SIZE, seq.spec.ttl)
+        return isinstance(seq.fetch, Fetch) and seq.fetch.underway
+
+    def _join(self, seq: Sequence, path: list[Node], now: float) -> None:
+        """Move a waiting sequence to running, with ``path``, what the prefix tree has of it."""
         self.waiting.remove(seq)
         self.running.append(seq)
         seq.move(State.RUNNING)
         self.pages.share(node.page for node in path)
-        self.tree.touch(path)
+        self.tree.touch(path, *self.traffic.worth(seq.spec.ttl))
         seq.table = [node.page for node in path]
         seq.node = path[-1] if path else None
         seq.inserted = len(path)
@@ -204,7 +222,9 @@ class Scheduler:
             seq.cached = seq.computed
             self.prefix_queries += len(seq.ids)
             self.prefix_hits += seq.computed
-        return True
+            if path:
+                fetched = isinstance(seq.fetch, Fetch) and seq.fetch.arrival.pages
+                seq.tier = seq.fetch.tier if isinstance(seq.fetch, Fetch) and fetched else "device"
 
     def _fits(self, seq: Sequence, path: list[Node], held_back: list[Sequence]) -> bool:
         """Whether the predicted peak with ``seq`` (whose first pages are ``path``) stays inside the pool."""
@@ -225,7 +245,11 @@ class Scheduler:
 
     def _shared_pages(self) -> int:
         """By how much the tables' lengths count shared pages too often."""
-        return sum(len(seq.table) for seq in self.running) - self.pages.running
+        return sum(map(len, self._tables())) - self.pages.running
+
+    def _tables(self) -> list[list[int]]:
+        """Of all that hold pages."""
+        return [*(seq.table for seq in self.running), *(fetch.table for fetch in self.traffic.fetches)]
 
     def _to_come(self, seq: Sequence) -> int:
         if seq.preempted:
@@ -258,7 +282,9 @@ class Scheduler:
                 emits.append(
                     self._end(seq, end, tokens=[token], logprobs=known)
                     if end
-                    else Emit(seq.spec.id, [token], cached=seq.cached, started=seq.started, logprobs=known)
+                    else Emit(
+                        seq.spec.id, [token], cached=seq.cached, started=seq.started, logprobs=known, tier=seq.tier
+                    )
                 )
         self._drop_ended()
         return emits
@@ -269,7 +295,7 @@ class Scheduler:
             own = seq.table[i]
             parent = seq.node if isinstance(seq.node, Node) else None
             key = tuple(seq.ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
-            node = self.tree.insert(seq.spec.salt, parent, key, own)
+            node = self.tree.insert(seq.spec.salt, parent, key, own, *self.traffic.worth(seq.spec.ttl))
             if node.page != own:
                 self.pages.share([node.page])
                 seq.table[i] = node.page
@@ -292,12 +318,14 @@ class Scheduler:
         logprobs: list[Logprobs] | None = None,
         detail: str = "",
     ) -> Emit:
+        if seq.spec.ttl and isinstance(seq.node, Node) and end is not End.ERROR:
+            self.traffic.keep(seq.node)
         self._release(seq)
         seq.move(State.ENDED)
         del self._by_id[seq.spec.id]
         if end in (End.STOP, End.LENGTH):
             self.guess.record(seq.generated)
-        return Emit(seq.spec.id, tokens or [], end, detail, seq.cached, seq.started, logprobs or [])
+        return Emit(seq.spec.id, tokens or [], end, detail, seq.cached, seq.started, logprobs or [], seq.tier)
 
     def _drop_ended(self) -> None:
         self.running = [seq for seq in self.running if seq.state is not State.ENDED]
@@ -305,7 +333,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Law 5 from scratch. Raises RuntimeError; for tests and debugging, O(pages)."""
-        self.pages.check((seq.table for seq in self.running), self.tree.all_pages())
+        self.pages.check(self._tables(), self.tree.all_pages())
         for seq in self.waiting:
             if seq.table:
                 raise RuntimeError(f"waiting sequence {seq.spec.id} holds pages")

@@ -22,7 +22,8 @@ class GenSpec(msgspec.Struct, frozen=True, array_like=True):
     ``stop_ids`` end the answer (the end-of-turn ids are among them unless they are to be ignored); the stopping
     token is emitted and counted. ``temperature`` 0 is greedy. ``seed`` is always set: the engine draws no
     randomness of its own. ``deadline`` (monotonic seconds): expires if prefill has not begun by then.
-    ``salt`` selects the prefix tree: sequences share pages only under the same salt. ``logit_bias`` maps a token id
+    ``salt`` selects the prefix tree: sequences share pages only under the same salt. ``ttl``: this is a turn of a
+    conversation that may go on for so many seconds after it; 0: it is none. ``logit_bias`` maps a token id
     to what is added to its logit; ``bad_words`` are sequences of ids (none empty) whose last may not follow the
     others. What each number of sampling means is in sample.py. ``logprobs``: with each token, log probabilities of it
     and of so many of the likeliest; None: of none.
@@ -46,6 +47,7 @@ class GenSpec(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}
     bad_words: list[list[int]] = []
     logprobs: int | None = None
+    ttl: float = 0.0
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +72,8 @@ class End(StrEnum):
 
 class Emit(msgspec.Struct, frozen=True, array_like=True):
     """News of one sequence from one step. ``started`` is set by the loop when prefill began (monotonic s).
-    ``logprobs`` has one entry per token where the order asks for them."""
+    ``logprobs`` has one entry per token where the order asks for them. ``cached`` tokens of the prompt were not
+    computed; ``tier`` is the slowest that had any of them, or nothing."""
 
     id: int
     tokens: list[int] = []
@@ -79,6 +82,7 @@ class Emit(msgspec.Struct, frozen=True, array_like=True):
     cached: int = 0
     started: float = 0.0
     logprobs: list[Logprobs] = []
+    tier: str = ""
 
 
 class State(StrEnum):
@@ -152,8 +156,9 @@ class Sequence:
     """The mutable state of one order. Only the scheduler writes it.
 
     ``ids`` is prompt + generated; ``computed`` tokens of it have K and V in the pages of ``table``. ``inserted``
-    whole pages of the table are in the prefix tree. ``cached`` prompt tokens came from the tree at the first
-    admission. ``tally`` and ``bad_words`` are there only where the order asks for them.
+    whole pages of the table are in the prefix tree. ``cached`` prompt tokens were there at the first admission, the
+    slowest of them from ``tier``; ``fetch`` brought some. ``tally`` and ``bad_words`` are there only where the order
+    asks for them.
     """
 
     spec: GenSpec
@@ -165,6 +170,8 @@ class Sequence:
     inserted: int = 0
     node: object | None = None
     cached: int = 0
+    tier: str = ""
+    fetch: object | None = None
     started: float = 0.0
     preempted: bool = False
     cancelled: bool = False

@@ -1,7 +1,7 @@
 """The wall between front and engine: one msgpack message each way per step, length-prefixed, over a local socket.
 
-front -> engine: Submit, Cancel. engine -> front: Hello (once, when warm), Frame (each step, and twice a second when
-idle: the heartbeat), Failed (it cannot start). A closed socket ends the engine.
+front -> engine: Submit, Cancel, Purge. engine -> front: Hello (once, when warm), Frame (each step, and twice a second
+when idle: the heartbeat), Failed (it cannot start). A closed socket ends the engine.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
     id: int
+
+
+class Purge(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Keep nothing that only this sequence of tokens has, in any tier."""
+
+    salt: str
+    ids: list[int]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -53,6 +60,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag=4):
     preemptions: int
     steps: int
     step_tokens: int
+    tiers: dict[str, int]
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -62,7 +70,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=5):
     unsupported: bool
 
 
-ToEngine = Submit | Cancel
+ToEngine = Submit | Cancel | Purge
 ToFront = Hello | Frame | Failed
 
 _encode = msgspec.msgpack.Encoder().encode

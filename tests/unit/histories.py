@@ -4,8 +4,11 @@ That makes every answer known beforehand, so a test can compare what came out wi
 """
 
 import zlib
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from forebay.engine.kv.pages import PAGE_SIZE
+from forebay.engine.kv.tiers import Arrival, Block, NoTiers, Offer
 from forebay.engine.scheduler import Scheduler
 from forebay.engine.sequence import Emit, GenSpec
 from forebay.engine.step import Drawn, Step
@@ -47,15 +50,88 @@ class PageMemory:
             tokens.append(next_token(work.seq.ids) if work.samples else 0)
         return Drawn(tokens)
 
+    def copy(self, page: int) -> list[tuple[int, int] | None]:
+        return [self._held.get((page, offset)) for offset in range(PAGE_SIZE)]
+
+    def fill(self, page: int, copied: list[tuple[int, int] | None]) -> None:
+        for offset, held in enumerate(copied):
+            if held is not None:
+                self._held[page, offset] = held
+
+
+class LowerMemory(NoTiers):
+    """Lower tiers over a PageMemory. Pages come ``delay`` plans after they were asked for, and after every third fetch
+    all but the first are damaged; until then what is in their place is garbage."""
+
+    def __init__(self, memory: PageMemory, room: int = 1000, delay: int = 1) -> None:
+        self.kept: dict[bytes, list[tuple[int, int] | None]] = {}
+        self.delay = delay
+        self.fetched = 0
+        self.refuses = False
+        self._memory = memory
+        self._room = room
+        self._coming: list[tuple[int, Offer, list[int], Arrival]] = []
+        self._plans = 0
+
+    def find(self, blocks: Iterable[Block]) -> Offer | None:
+        found = tuple(takewhile(lambda block: block.key in self.kept, blocks))
+        return Offer(found, "disk") if found else None
+
+    def fetch(self, offer: Offer, pages: Sequence[int]) -> Arrival:
+        self.fetched += 1
+        for page in pages:
+            self._memory.fill(page, [(-1, -1)] * PAGE_SIZE)
+        self._coming.append((self._plans + self.delay, offer, list(pages), Arrival()))
+        return self._coming[-1][-1]
+
+    def extend(self, key: bytes, ttl: float) -> bool:
+        return key in self.kept
+
+    def save(self, block: Block, page: int, ttl: float) -> None:
+        assert ttl > 0
+        if self.refuses:
+            return
+        while len(self.kept) >= self._room:
+            del self.kept[next(iter(self.kept))]
+        copied = self._memory.copy(page)
+        assert [held and held[1] for held in copied] == list(block.ids)
+        self.kept[block.key] = copied
+
+    def forget(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self.kept.pop(block.key, None)
+
+    def pass_by(self) -> None:
+        self._plans += 1
+        due = [fetch for fetch in self._coming if fetch[0] <= self._plans]
+        self._coming = [fetch for fetch in self._coming if fetch[0] > self._plans]
+        for _, offer, pages, arrival in due:
+            good = 1 if self.fetched % 3 == 0 else len(pages)
+            came = 0
+            for block, page in list(zip(offer.blocks, pages, strict=True))[:good]:
+                if (kept := self.kept.get(block.key)) is None:
+                    break
+                self._memory.fill(page, kept)
+                came += 1
+            arrival.pages = came
+
 
 class Harness:
-    """Plans, executes and commits, checking every law that can be seen from here after each step."""
+    """Plans, executes and commits, checking every law that can be seen from here after each step. ``lower``: how many
+    pages lower tiers hold."""
 
-    def __init__(self, *, n_pages: int, max_batch: int, token_budget: int, max_context: int = 10_000) -> None:
-        self.scheduler = Scheduler(
-            n_pages=n_pages, max_batch=max_batch, token_budget=token_budget, max_context=max_context
-        )
+    def __init__(
+        self, *, n_pages: int, max_batch: int, token_budget: int, max_context: int = 10_000, lower: int = 0
+    ) -> None:
         self.memory = PageMemory()
+        self.lower = LowerMemory(self.memory, lower) if lower else None
+        self.scheduler = Scheduler(
+            n_pages=n_pages,
+            max_batch=max_batch,
+            token_budget=token_budget,
+            max_context=max_context,
+            tiers=self.lower,
+        )
         self.now = 1.0
         self.news: dict[int, list[Emit]] = {}
         self.preempted: dict[int, int] = {}
@@ -68,6 +144,8 @@ class Harness:
 
     def step(self) -> Step:
         before = {s.spec.id for s in self.scheduler.running}
+        if self.lower is not None:
+            self.lower.pass_by()
         step = self.scheduler.plan(self.now)
         for seq in self.scheduler.waiting:
             if seq.spec.id in before:

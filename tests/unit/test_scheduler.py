@@ -296,12 +296,121 @@ def test_law_7_credits_go_by_slots_and_by_predicted_pages() -> None:
     assert h.scheduler.credits() == 8
 
 
+def test_pages_come_back_from_a_lower_tier_and_others_run_meanwhile() -> None:
+    h = Harness(n_pages=12, max_batch=4, token_budget=64, lower=100)
+    first = order(1, n_prompt=80, max_tokens=10, ttl=100.0)
+    h.submit(first)
+    h.run()
+    h.submit(order(2, n_prompt=150, max_tokens=20))  # takes the whole pool
+    h.run()
+    assert h.lower is not None
+    h.lower.delay = 5
+    again = GenSpec(3, [*first.ids, *h.tokens(1), 1, 2], 5, ttl=100.0)
+    h.submit(order(4, n_prompt=20, max_tokens=30))
+    h.step()
+    h.submit(again)
+    for _ in range(4):
+        assert [work.seq.spec.id for work in h.step().works] == [4]
+        assert h.scheduler.pages.running > 2
+    h.run()
+    assert (h.news[3][0].cached, h.news[3][0].tier) == (80, "disk")
+    assert h.tokens(3) == expected(again)
+
+
+def test_a_turn_that_is_cancelled_while_its_pages_come_leaves_nothing_behind() -> None:
+    h = Harness(n_pages=12, max_batch=4, token_budget=64, lower=100)
+    h.submit(first := order(1, n_prompt=80, max_tokens=10, ttl=100.0))
+    h.run()
+    h.submit(order(2, n_prompt=150, max_tokens=20))
+    h.run()
+    assert h.lower is not None
+    h.lower.delay = 4
+    h.submit(GenSpec(3, [*first.ids, *h.tokens(1), 1, 2], 5, ttl=100.0))
+    h.step()
+    h.scheduler.cancel(3)
+    h.step()
+    assert h.news[3][-1].end is End.CANCELLED
+    assert h.scheduler.pages.running == 5  # they belong to who fills them
+    h.run()
+    assert h.scheduler.pages.running == 0
+
+
+def test_two_turns_that_need_the_same_pages_fetch_them_once() -> None:
+    h = Harness(n_pages=14, max_batch=4, token_budget=64, lower=100)
+    h.submit(first := order(1, n_prompt=80, max_tokens=10, ttl=100.0))
+    h.run()
+    h.submit(order(2, n_prompt=180, max_tokens=20))
+    h.run()
+    for id in (3, 4):
+        h.submit(GenSpec(id, [*first.ids, *h.tokens(1), id], 5, ttl=100.0))
+    h.run()
+    assert h.lower is not None
+    assert h.lower.fetched == 1
+    assert [h.news[id][0].cached for id in (3, 4)] == [80, 80]
+
+
+def test_law_4_pages_that_another_computed_before_they_came_are_given_back() -> None:
+    h = Harness(n_pages=40, max_batch=4, token_budget=64, lower=100)
+    h.submit(first := order(1, n_prompt=80, max_tokens=10, ttl=100.0))
+    h.run()
+    h.scheduler.tree.evict(40)
+    assert h.lower is not None
+    kept, h.lower.kept = h.lower.kept, {}
+    h.submit(GenSpec(2, [*first.ids, *[2] * 20], 5))  # computes them, because nothing has them yet
+    h.step()
+    h.lower.kept, h.lower.delay = kept, 3
+    last = GenSpec(3, [*first.ids, *[3] * 200], 5)
+    h.submit(last)
+    h.run()
+    assert h.lower.fetched == 1
+    assert h.tokens(3) == expected(last)
+    h.scheduler.tree.evict(40)
+    assert h.scheduler.pages.free == 40
+
+
+def test_pages_that_must_leave_before_they_were_saved_are_saved_then() -> None:
+    h = Harness(n_pages=64, max_batch=4, token_budget=1024, lower=100)
+    h.submit(order(1, n_prompt=800, max_tokens=1, ttl=100.0))
+    h.step()
+    assert h.lower is not None
+    assert len(h.lower.kept) < 50
+    h.submit(order(2, n_prompt=1000, max_tokens=1))
+    h.step()
+    assert len(h.lower.kept) == 50
+
+
+def test_pages_that_left_unsaved_are_not_saved_later_with_what_others_put_there() -> None:
+    h = Harness(n_pages=64, max_batch=4, token_budget=1024, lower=100)
+    h.submit(order(1, n_prompt=800, max_tokens=1, ttl=100.0))
+    h.step()
+    assert h.lower is not None
+    h.lower.refuses = True
+    h.submit(order(2, n_prompt=1000, max_tokens=1))
+    h.step()
+    h.lower.refuses = False
+    h.run()  # LowerMemory compares what it is given with the tokens
+    assert len(h.lower.kept) < 50
+
+
+def test_pages_of_an_expired_conversation_are_not_saved() -> None:
+    h = Harness(n_pages=12, max_batch=4, token_budget=64, lower=100)
+    h.submit(order(1, n_prompt=80, max_tokens=60, ttl=10.0))
+    h.run()  # a step is a second
+    assert h.lower is not None
+    assert len(h.lower.kept) < 8
+
+
 class Histories(RuleBasedStateMachine):
     """Any interleaving of orders, cancels, steps and bad guesses: laws 1 and 3 to 6 hold, every answer is right."""
 
-    @initialize(n_pages=st.integers(4, 40), max_batch=st.integers(1, 6), budget=st.sampled_from([8, 16, 40, 200]))
-    def start(self, n_pages: int, max_batch: int, budget: int) -> None:
-        self.h = Harness(n_pages=n_pages, max_batch=max_batch, token_budget=max(budget, max_batch))
+    @initialize(
+        n_pages=st.integers(4, 40),
+        max_batch=st.integers(1, 6),
+        budget=st.sampled_from([8, 16, 40, 200]),
+        lower=st.sampled_from([0, 0, 5, 1000]),
+    )
+    def start(self, n_pages: int, max_batch: int, budget: int, lower: int) -> None:
+        self.h = Harness(n_pages=n_pages, max_batch=max_batch, token_budget=max(budget, max_batch), lower=lower)
         self.orders: dict[int, GenSpec] = {}
         self.cancelled: set[int] = set()
 
@@ -312,15 +421,16 @@ class Histories(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "b"]),
         stop=st.lists(st.integers(0, 49), max_size=2),
         patience=st.sampled_from([None, None, None, 0, 5]),
+        ttl=st.sampled_from([0, 20, 1000]),
     )
     def submit(
-        self, prefix: int, n_prompt: int, max_tokens: int, salt: str, stop: list[int], patience: int | None
+        self, prefix: int, n_prompt: int, max_tokens: int, salt: str, stop: list[int], patience: int | None, ttl: int
     ) -> None:
         id = len(self.orders) + 1
         deadline = None if patience is None else self.h.now + patience
         # Few distinct prefixes, so that the tree has much to share.
         ids = [(prefix * 11 + i) % 50 for i in range(n_prompt)] + ([id % 50] if id % 2 else [])
-        spec = GenSpec(id, ids, max_tokens, stop_ids=stop, salt=salt, deadline=deadline)
+        spec = GenSpec(id, ids, max_tokens, stop_ids=stop, salt=salt, deadline=deadline, ttl=ttl)
         self.orders[id] = spec
         self.h.submit(spec)
 
@@ -331,9 +441,21 @@ class Histories(RuleBasedStateMachine):
         if done:
             before = self.orders[done[which % len(done)]]
             id = len(self.orders) + 1
-            spec = GenSpec(id, [*before.ids, *self.h.tokens(before.id), 7], 10, salt=before.salt)
+            spec = GenSpec(id, [*before.ids, *self.h.tokens(before.id), 7], 10, salt=before.salt, ttl=before.ttl)
             self.orders[id] = spec
             self.h.submit(spec)
+
+    @rule(which=st.integers(0, 30))
+    def forget(self, which: int) -> None:
+        """Maybe while it runs; its answer must be the same."""
+        if self.orders:
+            order = self.orders[which % len(self.orders) + 1]
+            self.h.scheduler.purge(order.salt, order.ids)
+
+    @rule(delay=st.integers(1, 5))
+    def slow_down(self, delay: int) -> None:
+        if self.h.lower is not None:
+            self.h.lower.delay = delay
 
     @rule(which=st.integers(0, 30))
     def cancel(self, which: int) -> None:

@@ -5,24 +5,30 @@ the page's tokens themselves, compared in full (never by a hash alone). One root
 Where SGLang's RadixAttention compresses runs of tokens into edges, whole pages make every edge one page and no
 node ever splits.
 
-Eviction takes the least recently used leaf that no table holds and nobody pinned. A table that holds a page holds
-all its ancestors too, so an idle page's descendants are idle, and every cached page can be evicted in the end.
+Eviction takes the leaf that is worth least, of those that no table holds and nobody pinned. What a page is worth is a
+time: when it was last used, and for a page of a conversation so much more as its next turn may take to come. Among
+equals the least recently used goes. A table that holds a page holds all its ancestors too, so an idle page's
+descendants are idle, and every cached page can be evicted in the end.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .pages import PAGE_SIZE, Pages
+from .tiers import Block, block_of, root_key
 
 Key = tuple[int, ...]
+#: The page of a node that is no longer in the tree.
+GONE = -1
 
 
 class Node:
-    """One page of a prefix. ``used`` is a logical time: the tree's tick at the last hit."""
+    """One page of a prefix. ``used`` is a logical time: the tree's tick at the last hit. ``worth`` and ``until`` are
+    seconds of the scheduler's clock: the conversation that the page belongs to may go on until then (0: to none)."""
 
-    __slots__ = ("children", "key", "page", "parent", "used")
+    __slots__ = ("_block", "children", "key", "page", "parent", "until", "used", "worth")
 
     def __init__(self, key: Key, page: int, parent: Node | Root, used: int) -> None:
         self.key = key
@@ -30,6 +36,24 @@ class Node:
         self.parent = parent
         self.children: dict[Key, Node] = {}
         self.used = used
+        self.worth = 0.0
+        self.until = 0.0
+        self._block: Block | None = None
+
+    @property
+    def block(self) -> Block:
+        """What lower tiers know it by. Hashed when first asked for: most pages never are."""
+        if self._block is None:
+            lacking: list[Node] = []
+            at: Node | Root = self
+            while isinstance(at, Node) and at._block is None:
+                lacking.append(at)
+                at = at.parent
+            above = root_key(at.salt) if isinstance(at, Root) else at.block.key
+            for node in reversed(lacking):
+                node._block = block_of(above, node.key)
+                above = node._block.key
+        return self._block  # type: ignore[return-value]  # set above
 
 
 class Root:
@@ -43,13 +67,16 @@ class Root:
 
 
 class PrefixTree:
-    def __init__(self, pages: Pages) -> None:
+    """``evicted`` is told of each page that is about to go."""
+
+    def __init__(self, pages: Pages, evicted: Callable[[Node], None] = lambda node: None) -> None:
         self._pages = pages
+        self._evicted = evicted
         self._roots: dict[str, Root] = {}
         self._tick = 0
         self._nodes: dict[int, Node] = {}
-        # Lazy heap of (used, page): an entry counts only while the node is an evictable leaf and `used` still holds.
-        self._leaves: list[tuple[int, int]] = []
+        # Lazy heap of (worth, used, page): an entry counts while the node is an evictable leaf and both still hold.
+        self._leaves: list[tuple[float, int, int]] = []
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -68,15 +95,17 @@ class PrefixTree:
             parent = node
         return path
 
-    def touch(self, path: Sequence[Node]) -> None:
+    def touch(self, path: Sequence[Node], worth: float = 0.0, until: float = 0.0) -> None:
         """The path was used now."""
         self._tick += 1
         for node in path:
-            node.used = self._tick
+            self._use(node, worth, until)
         if path:
             self._offer(path[-1])
 
-    def insert(self, salt: str, parent: Node | None, key: Key, page: int) -> Node:
+    def insert(
+        self, salt: str, parent: Node | None, key: Key, page: int, worth: float = 0.0, until: float = 0.0
+    ) -> Node:
         """Add one page (held by the caller's table) under ``parent`` (None: the salt's root).
 
         Returns the canonical node. Where it has another page than the one given, that prefix was known already:
@@ -88,8 +117,13 @@ class PrefixTree:
         if node is None:
             self._pages.keep(page)
             node = above.children[key] = self._nodes[page] = Node(key, page, above, self._tick)
-        node.used = self._tick
+        self._use(node, worth, until)
         return node
+
+    def _use(self, node: Node, worth: float, until: float) -> None:
+        node.used = self._tick
+        node.worth = max(node.worth, worth)
+        node.until = max(node.until, until)
 
     def idle(self, pages: Sequence[int]) -> None:
         """These pages have just become evictable (Pages.drop said so)."""
@@ -100,13 +134,25 @@ class PrefixTree:
         """Free at least ``n`` pages if there are as many evictable ones. Returns how many were freed."""
         freed = 0
         while freed < n and self._leaves:
-            used, page = heapq.heappop(self._leaves)
+            worth, used, page = heapq.heappop(self._leaves)
             node = self._nodes.get(page)
-            if node is None or node.used != used or node.children or not self._pages.evictable(page):
+            if node is None or (node.worth, node.used) != (worth, used) or not self._removable(node):
                 continue
+            self._evicted(node)
             self._remove(node)
             freed += 1
         return freed
+
+    def prune(self, path: Sequence[Node]) -> None:
+        """Free what only this path has, from its end on, and tell nobody."""
+        for node in reversed(path):
+            node.worth = node.until = 0.0
+            if not self._removable(node):
+                return
+            self._remove(node)
+
+    def _removable(self, node: Node) -> bool:
+        return not node.children and self._pages.evictable(node.page)
 
     def pin(self, path: Sequence[Node]) -> None:
         """Keep a whole path (from the root down) out of eviction until unpin."""
@@ -132,6 +178,7 @@ class PrefixTree:
         del node.parent.children[node.key]
         del self._nodes[node.page]
         self._pages.forget(node.page)
+        node.page = GONE
         if isinstance(node.parent, Node):
             self._offer(node.parent)
         elif not node.parent.children:
@@ -139,10 +186,9 @@ class PrefixTree:
 
     def _offer(self, node: Node) -> None:
         """Put a node up for eviction if it is a leaf that nobody needs."""
-        if node.children or not self._pages.evictable(node.page):
+        if not self._removable(node):
             return
-        heapq.heappush(self._leaves, (node.used, node.page))
+        heapq.heappush(self._leaves, (node.worth, node.used, node.page))
         if len(self._leaves) > 64 + 2 * len(self._nodes):
-            live = {(n.used, n.page) for n in self._nodes.values() if not n.children}
-            self._leaves = [entry for entry in live if self._pages.evictable(entry[1])]
+            self._leaves = [(n.worth, n.used, n.page) for n in self._nodes.values() if self._removable(n)]
             heapq.heapify(self._leaves)

@@ -1,0 +1,117 @@
+"""What the scheduler asks of the tiers below the device: memory of the host, and disk. No torch, no clock, no I/O.
+
+A page's K and V depend on all tokens up to its end and on nothing else, so they are known by a key: SHA-256 over the
+key of the page before and the page's own tokens, beginning with the salt's (law 11).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from .pages import PAGE_SIZE
+
+
+class Block(NamedTuple):
+    """One page's tokens under their key, and the key of the page before them."""
+
+    key: bytes
+    parent: bytes
+    ids: tuple[int, ...]
+
+
+def root_key(salt: str) -> bytes:
+    return hashlib.sha256(b"root" + salt.encode()).digest()
+
+
+def block_of(parent: bytes, ids: tuple[int, ...]) -> Block:
+    return Block(hashlib.sha256(parent + array("q", ids).tobytes()).digest(), parent, ids)
+
+
+def blocks_of(parent: bytes, ids: Sequence[int], first: int, end: int) -> Iterator[Block]:
+    """Those of the pages ``first`` to before ``end`` of a sequence; ``parent`` is the key of the page before."""
+    for i in range(first, end):
+        block = block_of(parent, tuple(ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]))
+        yield block
+        parent = block.key
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Pages one after the other that lower tiers have. ``tier`` is the slowest that has any of them."""
+
+    blocks: tuple[Block, ...]
+    tier: str
+
+
+class Arrival:
+    """Pages on their way to the device. ``pages``: how many of them are there, from the first on; None: not yet."""
+
+    pages: int | None = None
+
+
+class Tiers(Protocol):
+    """Nothing here waits for a disk, except ``wait``."""
+
+    def find(self, blocks: Iterable[Block]) -> Offer | None:
+        """As many as there are from the first on, if fetching them costs less than computing them."""
+        ...
+
+    def fetch(self, offer: Offer, pages: Sequence[int]) -> Arrival:
+        """Begin to write them into these pages of the pool, which belong to the arrival until it says what came."""
+        ...
+
+    def extend(self, key: bytes, ttl: float) -> bool:
+        """Whether it has the page; if so, it keeps it for ``ttl`` more seconds at least."""
+        ...
+
+    def save(self, block: Block, page: int, ttl: float) -> None:
+        """Copy the page now, and keep it for ``ttl`` seconds where there is room."""
+        ...
+
+    def forget(self, blocks: Sequence[Block]) -> None:
+        """Let go of a chain of pages from its end on, up to the first that another chain goes on from."""
+        ...
+
+    def tidy(self) -> None:
+        """Let go of what has expired."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Until some arrival is over, or the time."""
+        ...
+
+    def counts(self) -> Mapping[str, int]:
+        """Pages by what became of them, cumulative: ``<tier>_hit``, ``saved``, ``skipped``, ``damaged``."""
+        ...
+
+
+class NoTiers:
+    """The device has all there is."""
+
+    def find(self, blocks: Iterable[Block]) -> Offer | None:
+        return None
+
+    def fetch(self, offer: Offer, pages: Sequence[int]) -> Arrival:
+        raise RuntimeError("nothing was offered")
+
+    def extend(self, key: bytes, ttl: float) -> bool:
+        return True
+
+    def save(self, block: Block, page: int, ttl: float) -> None:
+        pass
+
+    def forget(self, blocks: Sequence[Block]) -> None:
+        pass
+
+    def tidy(self) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def counts(self) -> Mapping[str, int]:
+        return {}

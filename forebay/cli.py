@@ -89,6 +89,22 @@ def new(tenant: str, name: str | None, service_class: str) -> None:
     make(tenant, name or tenant, service_class)
 
 
+@main.group()
+def cache() -> None:
+    """The answer cache of a server that runs."""
+
+
+@cache.command()
+@click.option("--url", default=_URL, show_default=True, help="Server to talk to.")
+@click.option("--api-key", envvar="FOREBAY_API_KEY", show_envvar=True, help="Whose tenant's answers it is about.")
+def purge(url: str, api_key: str | None) -> None:
+    """Forget all answers of the tenant."""
+    from .bench.client import Endpoint
+    from .commands.cache import purge as forget
+
+    click.echo(f"{asyncio.run(forget(Endpoint(url, api_key)))} answers forgotten")
+
+
 @main.command()
 @click.option("--url", default=_URL, show_default=True, help="Server to talk to.")
 @click.option("--model", help="Model name; the server's first one if not given.")

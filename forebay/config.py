@@ -162,6 +162,12 @@ class AnswerSettings(Room):
         default=64 * 2**20, description="Memory of the answer cache, in bytes; 0: equal questions share nothing."
     )
     answer_ttl: float = Field(default=600.0, gt=0, le=10**7, description="Seconds a cached answer is given again.")
+    resume_window: float = Field(
+        default=10.0,
+        ge=0,
+        le=600,
+        description="Seconds that a turn with an Idempotency-Key goes on without its client, which may come back.",
+    )
 
 
 class PathSettings(Room):

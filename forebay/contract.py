@@ -214,6 +214,10 @@ class Resume:
     turns: tuple[tuple[bytes, tuple[int, ...]], ...] = ()
 
 
+#: Where the KV of a prompt's beginning may come from, the fastest first.
+TIERS = ("none", "device", "host", "disk")
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request so far. ``cached_tokens`` of the prompt were known from before; ``tier`` is the
@@ -261,8 +265,8 @@ class Load:
 
     ``credits`` is how many more requests it can take at once (front + engine agree on it; may be negative).
     ``heartbeat_age`` is seconds since the last news from the engine. ``step_tokens`` maps an upper bound
-    (tokens in a step) -> number of steps at or under it, cumulative, for the iteration histogram. ``tiers``: pages of KV
-    below the device by what became of them (``disk_hit``, ``saved``, ...), and ``disk_bytes``.
+    (tokens in a step) -> number of steps at or under it, cumulative, for the iteration histogram. ``tiers``: pages of
+    KV below the device by what became of them (``disk_hit``, ``saved``, ...), and ``disk_bytes``.
     """
 
     ready: bool
@@ -341,6 +345,10 @@ class Backend(Protocol):
         """Run it; entering does not suspend. Leaving the context for any reason is the cancel. ``choice`` is added to
         the seed. ``deadline`` (time.monotonic() seconds): a request whose prefill has not begun by then ends with
         DeadlineExceeded."""
+        ...
+
+    async def forget(self, salt: str, resume: Resume) -> None:
+        """Keep no KV of these turns that nobody else has, in any tier."""
         ...
 
     def load(self) -> Load:

@@ -80,7 +80,7 @@ class Gate:
     async def _enter(self, deadline: float, places: int) -> None:
         now = self._clock()
         if deadline <= now:
-            raise self._too_late()
+            raise self.too_late()
         self.check(places)
         if not self._queue and self._room() > 0 and not self._granted:
             return
@@ -109,7 +109,7 @@ class Gate:
     def _expire(self, waiter: asyncio.Future[None]) -> None:
         self._queue.pop(waiter, None)
         if not waiter.done():
-            waiter.set_exception(self._too_late())
+            waiter.set_exception(self.too_late())
 
     def _leave(self) -> None:
         if self._queue:  # only departures under load tell how fast a queue drains
@@ -118,7 +118,8 @@ class Gate:
             self._since = now
         self.pump()
 
-    def _too_late(self) -> DeadlineExceeded:
+    def too_late(self) -> DeadlineExceeded:
+        """The error of a request whose deadline has passed while it waited."""
         return DeadlineExceeded("the request waited longer than it may", retry_after=self._retry_after())
 
     def _retry_after(self) -> float:

@@ -22,13 +22,15 @@ from ..text.tokenizer import Tokenizer
 
 
 class _Speech:
-    """The text of an answer as its tokens come, with their log probabilities. ``said`` characters are out."""
+    """The text of an answer as its tokens come, with their log probabilities and ids. ``said`` characters are out."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._said = 0
         self._waiting: list[TokenLogprob] = []  # until the first character of their token is out
+        self._unspoken: list[tuple[int, int]] = []  # ids until their last character is out, and the number of that one
+        self._begun = ""  # what is out of the first of them
 
     @property
     def stopped(self) -> bool:
@@ -37,7 +39,10 @@ class _Speech:
     def push(self, token: int, known: Logprobs | None) -> str:
         begin = self._said + self._detokenizer.pending
         text = self._detokenizer.push([token])
-        self._said += len(text)
+        self._out(text)
+        if not self.stopped:  # else it stands at least in part in the stop string
+            end = self._said + self._detokenizer.pending + self._detokenizer.halved
+            self._unspoken.append((token, end))
         if known is not None:
             top = zip(map(self._bytes, known.ids), known.values, strict=True)
             self._waiting.append(TokenLogprob(self._bytes(token), known.chosen, tuple(top), begin))
@@ -45,8 +50,20 @@ class _Speech:
 
     def finish(self) -> str:
         text = self._detokenizer.finish()
-        self._said += len(text)
+        self._out(text)
         return text
+
+    def ids(self, *, last: bool) -> tuple[int, ...]:
+        """Those due now. Where a stop string began inside of a token, what came before it is tokenized anew."""
+        if last and not self.stopped:  # also what ended inside of a character: the model goes on from it
+            return tuple(id for id, _ in self._unspoken)
+        due = sum(end <= self._said for _, end in self._unspoken)
+        ready, self._unspoken = self._unspoken[:due], self._unspoken[due:]
+        if ready:
+            rest = self._said - ready[-1][1]
+            self._begun = self._begun[len(self._begun) - rest :]
+        more = self._tokenizer.encode_inside(self._begun) if self.stopped else ()
+        return (*(id for id, _ in ready), *more)
 
     def logprobs(self, *, last: bool) -> tuple[TokenLogprob, ...]:
         """Those due now. None of a token that stands wholly in a stop string, or behind it."""
@@ -55,6 +72,10 @@ class _Speech:
             due = sum(entry.offset < self._said for entry in self._waiting)
         ready, self._waiting = self._waiting[:due], self._waiting[due:]
         return tuple(ready)
+
+    def _out(self, text: str) -> None:
+        self._said += len(text)
+        self._begun += text
 
     def _bytes(self, token: int) -> bytes:
         return self._tokenizer.token_bytes(token) or self._tokenizer.token_text(token).encode()
@@ -90,11 +111,12 @@ async def deltas(
         yield Delta(
             content,
             n_new,
-            Usage(n_prompt, n_done, emit.cached),
+            Usage(n_prompt, n_done, emit.cached, emit.tier or "none"),
             emit.started,
             ("stop" if emit.end is End.STOP or speech.stopped else "length") if last else None,
             reasoning,
             speech.logprobs(last=last),
+            speech.ids(last=last),
         )
         if last:
             return

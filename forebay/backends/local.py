@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import logging
 import secrets
 import time
@@ -25,6 +26,7 @@ from ..contract import (
     Message,
     ModelCard,
     Prepared,
+    Resume,
     Tokens,
 )
 from ..engine.client import EngineClient
@@ -33,7 +35,9 @@ from ..text.detokenize import Detokenizer
 from ..text.reasoning import Reasoning
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
+from ..text.turns import Turns
 from .answer import deltas
+from .secret import server_secret
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +62,7 @@ class _Order:
 class LocalBackend:
     def __init__(self, files: ModelFiles, settings: Settings) -> None:
         self._files = files
+        self._data_dir = settings.paths.data_dir
         self._client = EngineClient((files.id, files.kind, files.path, files.cache), settings.engine)
 
     async def __aenter__(self) -> Self:
@@ -80,10 +85,12 @@ class LocalBackend:
         self._meta = read_meta(self._files)
         self._tokenizer = Tokenizer.load(self._files, self._meta)
         self._template = self._chat_template()
-        self._reasoning = self._template and Reasoning.of(self._template, self._tokenizer)
+        self._reasoning = Reasoning.of(self._template, self._tokenizer) if self._template else None
         open_gguf.cache_clear()  # a parsed file is 140 MiB of small objects, and the front needs it no more
         self._fingerprint = fingerprint(self._files)
+        self._secret = server_secret(self._data_dir)
         self._created = int(time.time())
+        self._turns = self._conversations(self._template) if self._template else None
 
     def _chat_template(self) -> ChatTemplate | None:
         """Tried out. None for a base model: it brings none, and takes text completions only."""
@@ -92,12 +99,16 @@ class LocalBackend:
             return None
         template = ChatTemplate.of(self._meta)
         template.try_out(self._tokenizer)
-        if not template.prefix_stable(self._tokenizer):
+        return template
+
+    def _conversations(self, template: ChatTemplate) -> Turns:
+        turns = Turns(template, self._tokenizer, self._fingerprint, self._meta.vocab_size)
+        if not turns.appends(self._reasoning):
             log.warning(
                 "the model's chat template rewrites earlier turns: of a conversation the prefix cache "
                 "can keep only what stands before the last answer"
             )
-        return template
+        return turns
 
     @property
     def card(self) -> ModelCard:
@@ -117,21 +128,24 @@ class LocalBackend:
     def watch(self, callback: Callable[[], None]) -> None:
         self._client.watch(callback)
 
-    async def prepare(self, request: GenRequest, resume: object | None = None) -> Prepared:
+    async def prepare(self, request: GenRequest, resume: Resume | None = None) -> Prepared:
         limit = self.card.max_context
         prompt = request.prompt
         field = "messages" if prompt is None else "prompt"
         source = prompt if isinstance(prompt, str) else request.messages
         whole = self._checked_size(field, source) + sum(map(len, request.bad_words))
 
-        def work() -> tuple[list[int], list[list[int]]]:
+        def work() -> tuple[list[int], bytes, list[list[int]]]:
+            read = b""
             if isinstance(prompt, tuple):
                 ids = list(prompt)
+            elif prompt is None and resume is not None and self._turns:
+                ids, read = self._turns.encode(request.messages, resume, request.variables)
             else:
                 ids = self._encode(source, parse_special=request.parse_special, variables=request.variables)
-            return ids, self._bad_words(request.bad_words)
+            return ids, read, self._bad_words(request.bad_words)
 
-        ids, bad_words = await _aside(whole, work)
+        ids, read, bad_words = await _aside(whole, work)
         if not ids:
             raise InvalidRequest(f"{field}: no tokens, so there is nothing to go on from", param=field)
         room = limit - len(ids)
@@ -158,7 +172,8 @@ class LocalBackend:
             top_p=request.top_p,
             seed=_seed(request),
             stop_ids=sorted({*request.stop_token_ids, *(() if request.ignore_eos else self._meta.eos_ids)}),
-            salt=request.salt,
+            salt=self._salt(request.salt),
+            ttl=request.ttl,
             min_p=request.min_p,
             repetition_penalty=request.repetition_penalty,
             frequency_penalty=request.frequency_penalty,
@@ -168,8 +183,9 @@ class LocalBackend:
             logprobs=request.logprobs,
         )
         chat = prompt is None
-        key = hashlib.sha256(msgspec.msgpack.encode((self._fingerprint, spec, request.stop, chat))).digest()
-        return Prepared(len(ids), key, _Order(spec, request.stop, chat))
+        decides = msgspec.structs.replace(spec, ttl=0.0)
+        key = hashlib.sha256(msgspec.msgpack.encode((self._fingerprint, decides, request.stop, chat))).digest()
+        return Prepared(len(ids), key, _Order(spec, request.stop, chat), read)
 
     def _checked_size(self, field: str, source: str | tuple[Message, ...]) -> int:
         """Characters to be tokenized. Raises ContextTooLong for more than the context could hold of any text."""
@@ -233,6 +249,15 @@ class LocalBackend:
             return detokenizer.push(ids) + detokenizer.finish()
 
         return await _aside(len(ids), work)
+
+    async def forget(self, salt: str, resume: Resume) -> None:
+        if self._turns is not None:
+            for ids in self._turns.contexts(resume):
+                self._client.purge(self._salt(salt), ids)
+
+    def _salt(self, tenant: str) -> str:
+        """What stands for a tenant in the engine and in the names of files, which so tell nobody whose they are."""
+        return hmac.new(self._secret, tenant.encode(), hashlib.sha256).hexdigest()
 
     @asynccontextmanager
     async def open(

@@ -44,8 +44,9 @@ class Endpoint:
     def base(self) -> str:
         return self.url.rstrip("/").removesuffix("/v1") + "/v1"
 
-    def session(self, timeout: float | None = None) -> aiohttp.ClientSession:
-        """As many connections as requests; ``timeout`` is seconds per request, None waits for ever.
+    def session(self, timeout: float | None = None, headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
+        """As many connections as requests; ``timeout`` is seconds per request, None waits for ever. ``headers`` are
+        sent with each.
 
         None is used twice: a server may close one after a stream though it promised to keep it (llama.cpp does), and
         the next request would be lost on it.
@@ -53,7 +54,7 @@ class Endpoint:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=10),
-            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else None,
+            headers={**(headers or {}), **({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})},
         )
 
     async def first_model(self, session: aiohttp.ClientSession) -> str:
@@ -62,7 +63,7 @@ class Endpoint:
             async with session.get(f"{self.base}/models", timeout=aiohttp.ClientTimeout(total=30)) as response:
                 body = await response.read()
                 if response.status != 200:
-                    raise Unreachable(f"{self.base}/models: {_reason(response.status, body)}")
+                    raise Unreachable(f"{self.base}/models: {reason(response.status, body)}")
                 return str(msgspec.json.decode(body)["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise Unreachable(f"no server answers at {self.url} ({error}); start one with: forebay serve") from None
@@ -80,7 +81,7 @@ class Endpoint:
                 headers={"Content-Type": "application/json"},
             ) as response:
                 if response.status != 200:
-                    raise RequestFailed(_reason(response.status, await response.read()))
+                    raise RequestFailed(reason(response.status, await response.read()))
                 if not body.get("stream"):
                     frames: AsyncGenerator[bytes, None] = _whole(response)
                 else:
@@ -129,7 +130,7 @@ def _parse(data: bytes) -> Chunk:
         raise RequestFailed(f"not a chat frame: {data[:80]!r}") from None
 
 
-def _reason(status: int, body: bytes) -> str:
+def reason(status: int, body: bytes) -> str:
     """``503 overloaded_error: the queue is full``, as far as the body tells."""
     try:
         error = msgspec.json.decode(body)["error"]

@@ -32,9 +32,10 @@ class ServerFailed(ForebayError):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that is ready. ``start`` is seconds from spawning it to its first "ready"."""
+    """One that is ready. ``start``: seconds from spawning it to its first "ready"; ``pid`` leads its process group."""
 
     endpoint: Endpoint
+    pid: int
     start: float
     memory: MemoryWatch
 
@@ -74,7 +75,7 @@ def running(
                 raise ServerFailed(f"{error}\n{log.read()[-4000:].decode(errors='replace')}") from None
             start = time.monotonic() - begin
             with MemoryWatch(process.pid) as memory:
-                yield Server(Endpoint(f"http://127.0.0.1:{port}"), start, memory)
+                yield Server(Endpoint(f"http://127.0.0.1:{port}"), process.pid, start, memory)
         finally:
             _stop(process)
 

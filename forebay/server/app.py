@@ -18,13 +18,17 @@ from ..config import Settings
 from ..contract import Backend
 from ..state.sessions import Sessions
 from ..state.store import Store
+from .answers import Answers
 from .auth import Auth, callers
 from .body import SCHEMA_REF, json_body
 from .border import Border
 from .completions import CompletionRequest
+from .conversations import ConversationRequest, ItemsRequest, MetadataRequest, SimpleChatRequest
 from .errors import error_response, from_exception
 from .metrics import Metrics
-from .routes import generate, health, models, tokens
+from .responses import ResponseRequest
+from .routes import cache, conversations, generate, health, models, responses, sessions, tokens
+from .running import RunningTurns
 from .schemas import ChatCompletionRequest
 from .tokens import DetokenizeRequest, TokenizeRequest
 
@@ -45,7 +49,10 @@ def create_app(backend: Backend, settings: Settings, state_url: str | None = Non
             gate = Gate(settings.max_queue, lambda: backend.load().credits)
             backend.watch(gate.pump)
             app.state.gate = gate
-            app.state.metrics = Metrics(backend.card.id, backend.load, lambda: gate.waiting)
+            turns = RunningTurns(settings.answers.resume_window)
+            answers = Answers(settings.answers.answer_cache, settings.answers.answer_ttl, turns)
+            app.state.answers = await stack.enter_async_context(answers)
+            app.state.metrics = Metrics(backend.card.id, backend.load, lambda: gate.waiting, lambda: answers.bytes)
             yield
 
     # No /docs page: it loads scripts from another host.
@@ -56,10 +63,25 @@ def create_app(backend: Backend, settings: Settings, state_url: str | None = Non
     app.state.draining = False
     app.state.tokenizing = 0
 
+    schemas = _add_routes(app)
+    app.openapi = lambda: _openapi(app, schemas)  # type: ignore[method-assign]
+    app.add_exception_handler(HTTPException, _http_error)
+    if settings.needs_key:
+        app.add_middleware(Auth, routes=app.router.routes, known=callers(settings))
+    app.add_middleware(Border)  # added last: outermost
+    return app
+
+
+def _add_routes(app: FastAPI) -> list[type[BaseModel]]:
+    """Returns the schemas of the bodies."""
+
     def get(path: str, endpoint: Any) -> None:
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
         # Some load balancers probe with it.
         app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+
+    def delete(path: str, endpoint: Any) -> None:
+        app.add_api_route(path, endpoint, methods=["DELETE"], response_model=None)
 
     schemas: list[type[BaseModel]] = []
 
@@ -72,20 +94,29 @@ def create_app(backend: Backend, settings: Settings, state_url: str | None = Non
     post("/v1/chat/completions", generate.create_chat_completion, ChatCompletionRequest)
     post("/v1/completions", generate.create_completion, CompletionRequest)
     app.add_api_route("/v1/embeddings", generate.create_embedding, methods=["POST"], response_model=None)
+    post("/chat", generate.simple_chat, SimpleChatRequest)
+    post("/v1/responses", responses.create_response, ResponseRequest)
+    get("/v1/responses/{response_id}", responses.get_response)
+    delete("/v1/responses/{response_id}", responses.delete_response)
+    get("/v1/responses/{response_id}/input_items", responses.list_input_items)
+    post("/v1/conversations", conversations.create_conversation, ConversationRequest)
+    get("/v1/conversations/{conversation_id}", conversations.get_conversation)
+    post("/v1/conversations/{conversation_id}", conversations.update_conversation, MetadataRequest)
+    delete("/v1/conversations/{conversation_id}", conversations.delete_conversation)
+    get("/v1/conversations/{conversation_id}/items", conversations.list_items)
+    post("/v1/conversations/{conversation_id}/items", conversations.create_items, ItemsRequest)
+    get("/v1/conversations/{conversation_id}/items/{item_id}", conversations.get_item)
+    delete("/v1/conversations/{conversation_id}/items/{item_id}", conversations.delete_item)
+    delete("/v1/sessions/{session_id:path}", sessions.delete_session)
     post("/tokenize", tokens.tokenize, TokenizeRequest)
     post("/detokenize", tokens.detokenize, DetokenizeRequest)
     get("/v1/models", models.list_models)
     get("/v1/models/{model_id:path}", models.get_model)
+    delete("/v1/cache", cache.purge)
     get("/health", health.health)
     get("/ready", health.ready)
     get("/metrics", health.metrics)
-
-    app.openapi = lambda: _openapi(app, schemas)  # type: ignore[method-assign]
-    app.add_exception_handler(HTTPException, _http_error)
-    if settings.needs_key:
-        app.add_middleware(Auth, routes=app.router.routes, known=callers(settings))
-    app.add_middleware(Border)  # added last: outermost
-    return app
+    return schemas
 
 
 async def _http_error(_request: Request, error: Exception) -> Response:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers
@@ -19,11 +19,13 @@ from ..contract import (
     InvalidRequest,
     Message,
     Prepared,
+    Resume,
     StateUnavailable,
     Usage,
 )
 from ..state.sessions import RENEWAL, Begun, SessionKey, Sessions, Turn
 from .auth import Caller
+from .formats import thinking_tokens
 
 log = logging.getLogger("forebay.server")
 
@@ -32,8 +34,8 @@ log = logging.getLogger("forebay.server")
 KEEP = 0.6
 _LONGEST = 256  # characters of a name in a header
 
-#: Messages to a prompt, counted. Raises ContextTooLong.
-Prepare = Callable[[tuple[Message, ...]], Awaitable[Prepared]]
+#: Messages, and what of them has been a prompt before, to a prompt, counted. Raises ContextTooLong.
+Prepare = Callable[[tuple[Message, ...], Resume], Awaitable[Prepared]]
 
 
 def session_key(headers: Headers, caller: Caller, session: str | None, user: str) -> SessionKey | None:
@@ -46,8 +48,11 @@ def session_key(headers: Headers, caller: Caller, session: str | None, user: str
     if named and session and named != session:
         raise InvalidRequest("session_id and the header x-session-id differ; send one", param="session_id")
     session = session or named
-    if not session:
-        return None
+    return own_key(headers, caller, session, user) if session else None
+
+
+def own_key(headers: Headers, caller: Caller, session: str, user: str = "") -> SessionKey:
+    """The same where the session is known."""
     return SessionKey(caller.tenant, _header(headers, "x-user-id") or user or f"key:{caller.name}", session)
 
 
@@ -63,12 +68,23 @@ def _header(headers: Headers, name: str) -> str:
 
 
 class Conversation:
-    """A turn that was begun, until it is kept or given up: ``close`` is to be called whatever happens."""
+    """A turn that was begun, until it is kept or given up: ``close`` is to be called whatever happens.
 
-    def __init__(self, sessions: Sessions, begun: Begun, said: tuple[Message, ...]) -> None:
+    ``instructions`` are for this prompt only, in which they come first.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        begun: Begun,
+        said: tuple[Message, ...],
+        instructions: tuple[Message, ...] = (),
+    ) -> None:
         self._sessions = sessions
         self._begun = begun
         self._said = said
+        self._instructions = instructions
+        self._instructed = hashlib.sha256(repr(instructions).encode()).digest()[:16] if instructions else b""
         history = begun.history
         self._last = history.turns[-1] if history.turns else None
         self._first = max(history.dropped, self._last.first if self._last else 0)
@@ -76,7 +92,10 @@ class Conversation:
         self._created = time.time()
         self._text: list[str] = []
         self._reasoning: list[str] = []
+        self._read = b""
+        self._wrote: list[int] = []
         self._usage = Usage(0, 0)
+        self._thought = 0
         self._finish: FinishReason | None = None
         self._over = False
 
@@ -89,20 +108,33 @@ class Conversation:
             known["x-session-id"] = session
         return known
 
+    async def whole(self, lenient: Prepare) -> Prepared:
+        """The prompt, with nothing left out of what is kept. Raises ContextTooLong."""
+        first = self._begun.history.dropped
+        known, self._first = self._known() if first == self._first else Resume(), first
+        prepared = await lenient(self._messages(first), known)
+        self._read = prepared.resume
+        return prepared
+
     async def fit(self, strict: Prepare, lenient: Prepare, window: int) -> Prepared:
         """The prompt. Where the whole conversation has no room for the wished answer (``strict``), the oldest turns are
         left out, whole and many at once, and the answer takes what is left (``lenient``). ``window``: tokens of the
         context. Raises ContextTooLong if the new messages alone do not fit."""
+        prepared = await self._fit(strict, lenient, window)
+        self._read = prepared.resume
+        return prepared
+
+    async def _fit(self, strict: Prepare, lenient: Prepare, window: int) -> Prepared:
         end = self._end
         try:
-            return await strict(self._messages(self._first))
+            return await strict(self._messages(self._first), self._known())
         except ContextTooLong:
             if self._first == end:
-                return await lenient(self._messages(end))
+                return await lenient(self._messages(end), Resume())
 
         async def fits(first: int) -> bool:
             try:
-                return (await lenient(self._messages(first))).n_tokens <= KEEP * window
+                return (await lenient(self._messages(first), Resume())).n_tokens <= KEEP * window
             except ContextTooLong:
                 return False
 
@@ -114,13 +146,22 @@ class Conversation:
             else:
                 low = middle + 1
         self._first = low
-        return await lenient(self._messages(low))
+        return await lenient(self._messages(low), Resume())
+
+    def _known(self) -> Resume:
+        """The turns before in tokens. Where another turn is the first now, their prompts were about more; under other
+        instructions, about something else."""
+        if self._last is None or self._last.first != self._first or self._last.instructed != self._instructed:
+            return Resume()
+        turns = self._begun.history.turns[self._first - self._begun.history.dropped :]
+        known = len(self._messages(self._first)) - len(self._said)
+        return Resume(known, tuple((turn.read, turn.wrote) for turn in turns))
 
     def _messages(self, first: int) -> tuple[Message, ...]:
-        """The conversation from turn ``first`` on, below the system messages of what was before."""
+        """The conversation from turn ``first`` on, below instructions and the system messages of what was before."""
         turns = self._begun.history.turns[first - self._begun.history.dropped :]
         known = tuple(message for turn in turns for message in turn.messages())
-        return (*self._system(first), *known, *self._said)
+        return (*self._instructions, *self._system(first), *known, *self._said)
 
     def _system(self, first: int) -> tuple[Message, ...]:
         """System messages that came before turn ``first``; also those of turns that are no longer kept."""
@@ -134,6 +175,8 @@ class Conversation:
     def saw(self, delta: Delta) -> None:
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
+        self._wrote += delta.ids
+        self._thought += thinking_tokens(delta)
         self._usage, self._finish = delta.usage, delta.finish
 
     async def hold(self) -> None:
@@ -145,13 +188,13 @@ class Conversation:
             except StateUnavailable as error:
                 log.warning("a turn's lease was not renewed: %s", error.message)
 
-    async def keep(self) -> None:
-        """Commit what was seen. Raises Conflict, StateUnavailable or StateFull: then the client must not take the
-        answer for kept."""
+    async def keep(self, *, answered: bool = True) -> Turn:
+        """Commit what was seen; without ``answered``, what was said only. Raises Conflict, StateUnavailable or
+        StateFull: then the client must not take the answer for kept."""
         # The script goes on when the caller is cancelled, and a second one could overtake it.
         self._over = True
         turn = Turn(
-            id=uuid.uuid4().hex,
+            id=self._begun.fence,
             created=self._created,
             said=self._said,
             answer="".join(self._text),
@@ -161,8 +204,17 @@ class Conversation:
             completion_tokens=self._usage.completion_tokens,
             first=self._first,
             system=self._system(self._end),
+            read=self._read,
+            wrote=tuple(self._wrote),
+            instructed=self._instructed,
+            about=self._begun.about,
+            answered=answered,
+            cached_tokens=self._usage.cached_tokens,
+            reasoning_tokens=self._thought,
+            tier=self._usage.tier,
         )
         await self._sessions.commit(self._begun, turn)
+        return turn
 
     async def close(self) -> None:
         """What was said of an answer that broke off is kept as such; a turn without any is as if it had not been."""
@@ -183,5 +235,5 @@ class Conversation:
 
 def replayed(turn: Turn) -> Delta:
     """A turn that was kept, as its answer came. OpenAI has no reason for an answer that broke off: it is "length"."""
-    usage = Usage(turn.prompt_tokens, turn.completion_tokens)
+    usage = Usage(turn.prompt_tokens, turn.completion_tokens, turn.cached_tokens, turn.tier)
     return Delta(turn.answer, turn.completion_tokens, usage, 0.0, turn.finish or "length", turn.reasoning)

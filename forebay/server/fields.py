@@ -77,19 +77,15 @@ class ForModel(Strict):
     model: str = Field(description="The id that /v1/models lists.")
 
 
+_Body = TypeVar("_Body", bound=Strict)
 _Request = TypeVar("_Request", bound=ForModel)
 
 
-def parse_body(
-    body: bytes,
-    kind: type[_Request],
-    neutral: Neutral,
-    most: Mapping[str, int],
-    card: ModelCard,
-    context: object = None,
-) -> _Request:
+def parse_fields(
+    body: bytes, kind: type[_Body], neutral: Neutral, most: Mapping[str, int], context: object = None
+) -> _Body:
     """``body`` as a ``kind``; ``most`` maps a list's name to its longest length. ``context`` is for
-    validators. Raises InvalidRequest naming the field, or ModelNotFound."""
+    validators. Raises InvalidRequest naming the field."""
     literals: list[str] = []
     fields = _json_object(body, literals)
     _check_names(fields, kind.model_fields.keys() | neutral.keys())
@@ -104,6 +100,19 @@ def parse_body(
         raise from_validation(error) from None
     if literals:  # no field took it; should one ever, the number still is no JSON
         raise InvalidRequest(f"{literals[0]} is not a JSON value")
+    return parsed
+
+
+def parse_body(
+    body: bytes,
+    kind: type[_Request],
+    neutral: Neutral,
+    most: Mapping[str, int],
+    card: ModelCard,
+    context: object = None,
+) -> _Request:
+    """The same for a request that names a model. Raises ModelNotFound as well."""
+    parsed = parse_fields(body, kind, neutral, most, context)
     if parsed.model != card.id:
         raise ModelNotFound(
             f"the model {parsed.model[:128]!r} does not exist; this server has {card.id!r}", param="model"

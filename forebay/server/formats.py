@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: a chat completion and a text completion, whole or in chunks.
+"""Answers in OpenAI's shapes: a chat completion and a text completion, whole or in chunks. And in the simplest one.
 
 An answer has one or more choices, told apart by their index. What does not change from chunk to chunk is encoded once.
 """
@@ -21,6 +21,13 @@ _encode = msgspec.json.encode
 _LEAST = -9999.0
 
 
+def thinking_tokens(delta: Delta) -> int:
+    """Tokens of thinking; where both came at once, as much of them as its part of the text."""
+    if not delta.reasoning:
+        return 0
+    return delta.n_tokens * len(delta.reasoning) // (len(delta.reasoning) + len(delta.text))
+
+
 @dataclass
 class Collected:
     """A choice of an answer that is sent whole: the texts of its deltas, and why it ended."""
@@ -28,12 +35,14 @@ class Collected:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    thinking_tokens: int = 0
     finish: FinishReason | None = None
 
     def add(self, delta: Delta) -> None:
         self.content.append(delta.text)
         self.reasoning.append(delta.reasoning)
         self.logprobs.extend(delta.logprobs)
+        self.thinking_tokens += thinking_tokens(delta)
         self.finish = delta.finish
 
 
@@ -166,6 +175,31 @@ class CompletionFormat(_Chunks):
         return self._before + _encode(choice) + self._after
 
 
+class SimpleFormat:
+    """An answer of POST /chat; its thinking is not told."""
+
+    def __init__(self, session: str | None) -> None:
+        self._session = session
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        return b'data: {"answer":' + _encode(delta.text) + b"}\n\n"
+
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        return b""
+
+    def ending(self, usage: Usage) -> bytes:
+        return sse.DONE
+
+    def failure(self, error: ForebayError) -> bytes:
+        return sse.error_frame(error)
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> bytes:
+        return _encode({"answer": "".join(choices[0].content), "session_id": self._session})
+
+
 def _chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, object]:
     def shown(data: bytes, value: float) -> dict[str, object]:
         return {"token": _text(data), "logprob": max(_LEAST, value), "bytes": list(data)}
@@ -186,5 +220,5 @@ def _usage_fields(usage: Usage) -> dict[str, object]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "tier": usage.tier},
     }

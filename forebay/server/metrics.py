@@ -1,19 +1,25 @@
 """Prometheus metrics under the names that dashboards for vLLM already read, and ``forebay:*`` for what is ours.
 
-What the backend says of itself is read from Load at scrape time. What only the front sees (latencies, tokens on
-their way to a client, endings) is counted by one Turn per request.
+What the backend says of itself is read from Load at scrape time. What only the front sees of a request (latencies, its
+ending) is counted by one Turn per request; tokens are counted once where the backend gives them out, however many
+requests they are told to.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..contract import Busy, Delta, FinishReason, ForebayError, Load
+
+#: How the answer cache took part: the answer was there; another request's generation was joined; this one's was begun,
+#: which others may join; or not at all.
+Result = Literal["hit", "coalesced", "miss", "bypass"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -23,11 +29,16 @@ _SPANS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 
 
 class Metrics:
-    """All metrics of one app. ``waiting()`` is the number of requests in the front's own queue."""
+    """All metrics of one app. ``waiting()`` is the number of requests in the front's own queue, ``cached()`` the bytes
+    that its answer cache takes."""
 
-    def __init__(self, model: str, load: Callable[[], Load], waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, model: str, load: Callable[[], Load], waiting: Callable[[], int], cached: Callable[[], int]
+    ) -> None:
         self.registry = registry = CollectorRegistry()
         registry.register(_LoadCollector(model, load, waiting))
+        held = Gauge("forebay:answer_cache_bytes", "Bytes that the answer cache takes.", registry=registry)
+        held.set_function(cached)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, ["model_name"], registry=registry).labels(model)
@@ -45,6 +56,10 @@ class Metrics:
         self.rejections = by_cause("vllm:admission_rejections", "Chats refused before their first token.", "reason")
         self.errors = by_cause("forebay:request_errors", "Chats that failed after they were accepted.", "code")
         self.cancelled = Counter("forebay:cancelled", "Chats whose client went away or was cut.", registry=registry)
+        results = Counter(
+            "forebay:answer_cache", "Requests by what the answer cache did.", ["result"], registry=registry
+        )
+        self.results = {result: results.labels(result) for result in get_args(Result)}
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _WAITS)
         self.itl = histogram("vllm:inter_token_latency_seconds", "Time between two tokens of a request.", _GAPS)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _SPANS)
@@ -57,8 +72,23 @@ class Metrics:
         for reason in ("queue_full", "deadline_exceeded", "engine_unavailable"):
             self.rejections(reason)
 
-    def turn(self, arrival: float, prompt_tokens: int, choices: int) -> Turn:
-        return Turn(self, arrival, prompt_tokens, choices)
+    def turn(self, arrival: float, choices: int, result: Result) -> Turn:
+        self.results[result].inc()
+        return Turn(self, arrival, choices, own=result in ("miss", "bypass"))
+
+    def generation(self, prompt_tokens: int) -> Callable[[Delta], None]:
+        """To be called with all that the backend says to prompts of so many tokens together."""
+        begun = False
+
+        def saw(delta: Delta) -> None:
+            nonlocal begun
+            if delta.n_tokens > 0:
+                self.generation_tokens.inc(delta.n_tokens)
+                if not begun:
+                    begun = True
+                    self.prompt_tokens.inc(prompt_tokens)
+
+        return saw
 
     def rejected(self, error: ForebayError) -> None:
         self.rejections(error.code or "other").inc()
@@ -70,15 +100,16 @@ class Metrics:
 class Turn:
     """Counts one request. The first ending counts; a later one is ignored, so that all endings add up.
 
-    ``arrival`` is in seconds on time.monotonic(). ``prompt_tokens`` are those of all its prompts, each once; it ends
-    well when all ``choices`` have. Of several choices the first token of any is the request's first.
+    ``arrival`` is in seconds on time.monotonic(). It ends well when all ``choices`` have. Of several choices the first
+    token of any is the request's first. ``own``: the generation was begun for it; else how long the engine took for
+    each part of it is no news of this request.
     """
 
-    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int) -> None:
+    def __init__(self, metrics: Metrics, arrival: float, choices: int, *, own: bool) -> None:
         self._metrics = metrics
         self._arrival = arrival
-        self._prompt_tokens = prompt_tokens
         self._open = choices
+        self._own = own
         self._first: float | None = None
         self._last: dict[int, float] = {}  # choice -> when its last token came
         self._finish: FinishReason = "stop"
@@ -87,14 +118,13 @@ class Turn:
     def saw(self, choice: int, delta: Delta) -> None:
         metrics, now = self._metrics, time.monotonic()
         if delta.n_tokens > 0:
-            metrics.generation_tokens.inc(delta.n_tokens)
             if self._first is None:
                 self._first = now
-                metrics.prompt_tokens.inc(self._prompt_tokens)
                 metrics.ttft.observe(now - self._arrival)
-                metrics.queue_time.observe(max(0.0, delta.started - self._arrival))
-                metrics.prefill_time.observe(max(0.0, now - delta.started))
-            if choice in self._last:
+                if self._own:
+                    metrics.queue_time.observe(max(0.0, delta.started - self._arrival))
+                    metrics.prefill_time.observe(max(0.0, now - delta.started))
+            if self._own and choice in self._last:
                 gap = (now - self._last[choice]) / delta.n_tokens
                 for _ in range(delta.n_tokens):
                     metrics.itl.observe(gap)
@@ -105,7 +135,7 @@ class Turn:
             if not self._open and self._end():
                 metrics.success(self._finish).inc()
                 metrics.e2e.observe(now - self._arrival)
-                if self._first is not None:
+                if self._own and self._first is not None:
                     metrics.decode_time.observe(max(self._last.values()) - self._first)
 
     def failed(self, error: ForebayError) -> None:
@@ -164,4 +194,10 @@ class _LoadCollector(Collector):
         for name, count in load.pages.items():
             state.add_metric([name], count)
         yield state
+        tiers = CounterMetricFamily("forebay:kv_tier_pages", "KV pages below the device, by fate.", labels=["event"])
+        for name, count in load.tiers.items():
+            if name != "disk_bytes":
+                tiers.add_metric([name], count)
+        yield tiers
+        yield gauge("forebay:kv_disk_bytes", "KV of conversations on disk.", load.tiers.get("disk_bytes", 0), {})
         yield counter("forebay:engine_restarts", "Times the engine was started again.", load.restarts, {})

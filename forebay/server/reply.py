@@ -10,20 +10,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..admission.gate import Gate
 from ..config import ServerSettings
-from ..contract import Backend, Delta, EngineFailure, EngineUnavailable, ForebayError, Prepared, Usage
+from ..contract import TIERS, Delta, EngineFailure, EngineUnavailable, ForebayError, Usage
 from . import errors, sse
 from .border import RequestRecord, record_of
-from .conversation import Conversation
+from .flight import Member
 from .formats import Collected, Format
 from .metrics import Turn
+from .source import Source
 
 #: Takes a choice's index and its news.
 _Take = Callable[[int, Delta], Awaitable[None]]
@@ -34,63 +33,48 @@ class _ReaderStalled(Exception):
     """The client has not read for ``reader_timeout`` seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One text of an answer: a prompt, and the how-manieth that is drawn for it."""
-
-    prepared: Prepared
-    number: int
-
-
 class Reply(Response):
-    """Runs the choices of one request at once and sends the answer, as JSON or as a stream.
+    """Sends the choices of one answer as they come, as JSON or as a stream.
 
-    Whatever happens, the backend's contexts are left (the cancel) and ``turn`` gets exactly one ending. ``arrival``
-    and ``deadline`` are in seconds on time.monotonic().
+    Whatever happens, the source is left and closed (the cancel) and ``turn`` gets exactly one ending. ``arrival`` is in
+    seconds on time.monotonic(). ``headers``: more of them. ``at``: the source, where the events of a stream
+    are to have its position as their ids; then the stream may begin with a later one.
     """
 
     def __init__(
         self,
-        backend: Backend,
-        gate: Gate,
         settings: ServerSettings,
-        choices: Sequence[Choice],
+        source: Source,
         form: Format,
         turn: Turn,
         *,
         arrival: float,
-        deadline: float,
         stream: bool,
-        conversation: Conversation | None = None,
+        headers: Mapping[str, str],
+        at: Member | None = None,
     ) -> None:
         super().__init__()
-        self._backend = backend
-        self._gate = gate
         self._settings = settings
-        self._choices = choices
+        self._source = source
         self._format = form
         self._turn = turn
         self._arrival = arrival
-        self._deadline = deadline
         self._stream = stream
-        self._conversation = conversation
+        self._more = dict(headers)  # and what is known with the first token
+        self._at = at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._reply(scope, receive, send)
         finally:
-            if self._conversation is not None:
-                await self._conversation.close()
+            await self._source.close()
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
-        headers = self._conversation.headers if self._conversation else {}
-        wire = _Wire(scope, receive, send, self._settings.reader_timeout, headers, self._format.failure)
+        wire = _Wire(scope, receive, send, self._settings.reader_timeout, self._more, self._format.failure)
         tasks = [asyncio.create_task(self._answer(wire, record)), asyncio.create_task(_client_gone(receive))]
         if self._stream:
             tasks.append(asyncio.create_task(self._keep_alive(wire)))
-        if self._conversation is not None:
-            tasks.append(asyncio.create_task(self._conversation.hold()))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -121,54 +105,49 @@ class Reply(Response):
             await wire.fail(shown)
 
     async def _run(self, record: RequestRecord, take: _Take) -> Usage:
-        """Wait for a turn, run all choices, hand each delta to ``take``; returns the usage of all."""
-        usages = [Usage(0, 0)] * len(self._choices)
+        """Hand each delta to ``take`` until all choices are whole; returns the usage of all."""
+        usages = [Usage(0, 0)] * len(self._source.numbers)
 
         async def follow(index: int, deltas: AsyncIterator[Delta]) -> None:
             async for delta in deltas:
                 self._turn.saw(index, delta)
                 usages[index] = delta.usage
-                if self._conversation is not None:
-                    self._conversation.saw(delta)
+                self._more.setdefault("x-kv-tier", delta.usage.tier)
                 await take(index, delta)
                 if delta.finish is not None:
                     return
             raise EngineFailure("the answer broke off")
 
         try:
-            async with self._gate.admit(self._deadline, len(self._choices)), contextlib.AsyncExitStack() as stack:
-                # All are opened before this first suspends, as the gate demands.
-                streams = [
-                    await stack.enter_async_context(
-                        self._backend.open(choice.prepared, choice=choice.number, deadline=self._deadline)
-                    )
-                    for choice in self._choices
-                ]
+            async with self._source.open() as streams:
                 await _together([follow(index, deltas) for index, deltas in enumerate(streams)])
         finally:
             total = self._total(usages)
             if total.prompt_tokens:  # else there was no news at all
                 record.prompt_tokens, record.completion_tokens = total.prompt_tokens, total.completion_tokens
-        if self._conversation is not None:  # before the client is told that the answer is whole
-            await self._conversation.keep()
         return total
 
     def _total(self, usages: Sequence[Usage]) -> Usage:
         """Prompts count once, however many choices each has."""
-        first = [usage for choice, usage in zip(self._choices, usages, strict=True) if choice.number == 0]
+        first = [usage for number, usage in zip(self._source.numbers, usages, strict=True) if number == 0]
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in first),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=sum(usage.cached_tokens for usage in first),
+            tier=max((usage.tier for usage in first), key=TIERS.index, default="none"),
         )
 
     async def _send_stream(self, wire: _Wire, record: RequestRecord) -> None:
         form = self._format
-        unopened = set(range(len(self._choices)))
+        unopened = set(range(len(self._source.numbers)))
+        if self._at is not None and self._at.told:
+            unopened.clear()
 
         async def take(index: int, delta: Delta) -> None:
             frames = form.opening(index) if index in unopened else b""
             unopened.discard(index)
+            if self._at is not None:
+                frames += sse.event_id(self._at.told)
             frames += form.delta(index, delta)
             if delta.finish is not None:
                 frames += form.finish(index, delta.finish)
@@ -178,7 +157,7 @@ class Reply(Response):
         await wire.write(form.ending(usage), last=True)
 
     async def _send_json(self, wire: _Wire, record: RequestRecord) -> None:
-        choices = [Collected() for _ in self._choices]
+        choices = [Collected() for _ in self._source.numbers]
 
         async def take(index: int, delta: Delta) -> None:
             choices[index].add(delta)

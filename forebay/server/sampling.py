@@ -10,7 +10,7 @@ import pydantic
 from pydantic import BeforeValidator, Field
 
 from ..config import ServerSettings
-from ..contract import GenRequest, InvalidRequest, ModelCard
+from ..contract import GenRequest, InvalidRequest, Message, ModelCard
 from .fields import FIRST_FAULT, ForModel, Neutral, ShortText, Strict, Text, check_ids, drop_neutral
 
 NEUTRAL: Neutral = {
@@ -107,6 +107,8 @@ class Call:
     """A parsed request: what the backend needs, one for each prompt, and how the answer is to be sent.
 
     ``n`` choices are drawn for each. ``asked_length`` says whether the client chose max_tokens itself.
+    ``instructions`` come first in the prompt and are not part of a conversation. ``truncate``: turns of one may be left
+    out.
     """
 
     requests: tuple[GenRequest, ...]
@@ -117,6 +119,8 @@ class Call:
     echo: bool = False
     session: str | None = None
     user: str = ""
+    instructions: tuple[Message, ...] = ()
+    truncate: bool = True
 
 
 def common(parsed: SamplingFields, max_tokens: int, card: ModelCard) -> GenRequest:

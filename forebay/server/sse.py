@@ -17,3 +17,8 @@ HEADERS: tuple[tuple[bytes, bytes], ...] = (
 
 def error_frame(error: ForebayError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
+
+
+def event_id(number: int) -> bytes:
+    """To stand before the event that it is for."""
+    return b"id: %d\n" % number

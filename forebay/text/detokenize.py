@@ -52,6 +52,11 @@ class Detokenizer:
         """Characters held back."""
         return len(self._held)
 
+    @property
+    def halved(self) -> bool:
+        """Whether the last token ended inside of a character."""
+        return bool(self._decoder.getstate()[0])
+
     def _first_match(self, window: str) -> int:
         """Where the first stop string begins in ``window``; its length if there is none."""
         return min((at for stop in self._stop if (at := window.find(stop)) >= 0), default=len(window))

@@ -48,6 +48,10 @@ class Reasoning:
             tail.append(self._tokenizer.token_bytes(index))
         return Splitter(b"".join(reversed(tail)).decode(errors="replace"))
 
+    def sample(self, prompt: Sequence[int], thought: str, said: str) -> str:
+        """An answer to ``prompt`` as the model would write it."""
+        return self.splitter(prompt).sample(thought, said)
+
 
 class _At(enum.Enum):
     START = enum.auto()  # nothing but whitespace so far, and what may become the first marker
@@ -70,6 +74,12 @@ class Splitter:
         self._held = ""  # what may become a marker
         self._space: list[str] = []  # whitespace that goes out with the text behind it, or is dropped before a marker
         self._begun = False  # there is reasoning already: without it, whitespace does not count
+
+    def sample(self, thought: str, said: str) -> str:
+        """A whole answer that would be split into these."""
+        if self._at is _At.BETWEEN:
+            return said
+        return ("" if self._opened else f"{_OPEN}\n") + f"{thought}\n{_CLOSE}\n\n{said}"
 
     def push(self, text: str) -> tuple[str, str]:
         """Take new text; return what is certain of it: reasoning and content."""

@@ -7,6 +7,7 @@ match (``Specials.shield``); after the split the marks are taken out again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -101,9 +102,30 @@ class ChatTemplate:
         (param "chat_template_kwargs.<name>"); when the template refuses the messages, or when the rendered text is
         longer than ``max_chars`` (param "messages").
         """
+        (mark,) = self.unused_characters(tokenizer, messages, 1)
+        text = self.render(tokenizer, messages, mark, answer=answer, variables=variables, max_chars=max_chars)
+        pieces = self.pieces(tokenizer, text, mark)
+        if self._bos_id is not None and pieces[:1] != [self._bos_id]:
+            pieces.insert(0, self._bos_id)
+        try:
+            return tokenizer.encode_pieces(pieces)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param="messages") from error
+
+    def render(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        mark: str,
+        *,
+        answer: bool = True,
+        variables: Mapping[str, bool | str] | None = None,
+        max_chars: int = MAX_CHARS,
+    ) -> str:
+        """As ``encode``, but the text, with ``mark`` in it wherever the messages' own text could match a special
+        token. Raises InvalidRequest as ``encode`` does."""
         variables = variables or {}
         self._check(variables)
-        mark = self._unused_character(tokenizer, messages)
         shown = []
         for message in messages:
             if message.role not in _ROLES:  # not shielded, because templates build special tokens from it
@@ -114,17 +136,24 @@ class ChatTemplate:
             if message.reasoning is not None:  # vLLM's and SGLang's name for it, which templates read
                 fields["reasoning_content"] = tokenizer.specials.shield(message.reasoning, mark)
             shown.append(fields)
-        pieces: list[str | int] = []
-        for piece in tokenizer.specials.split(self._render(shown, answer, variables, max_chars)):
-            clean = piece if isinstance(piece, int) else piece.replace(mark, "")
-            if clean != "":
-                pieces.append(clean)
-        if self._bos_id is not None and pieces[:1] != [self._bos_id]:
-            pieces.insert(0, self._bos_id)
-        try:
-            return tokenizer.encode_pieces(pieces)
-        except InvalidRequest as error:
-            raise InvalidRequest(error.message, param="messages") from error
+        return self._render(shown, answer, variables, max_chars)
+
+    def pieces(self, tokenizer: Tokenizer, text: str, mark: str) -> list[str | int]:
+        """What ``render`` gave, or a part of it, for ``Tokenizer.encode_pieces``: the marks have done their work."""
+        split = tokenizer.specials.split(text)
+        clean = (piece if isinstance(piece, int) else piece.replace(mark, "") for piece in split)
+        return [piece for piece in clean if piece != ""]
+
+    def unused_characters(self, tokenizer: Tokenizer, messages: Sequence[Message], n: int) -> list[str]:
+        """``n`` characters for marks: neither in the messages nor in the template. Raises InvalidRequest."""
+        used = set(self.source).union(*tokenizer.special_ids)
+        for message in messages:
+            used.update(message.content, message.name or "", message.reasoning or "")
+        unused = (chr(code) for block in _PRIVATE_USE for code in block if chr(code) not in used)
+        found = list(itertools.islice(unused, n))
+        if len(found) < n:
+            raise InvalidRequest("the messages use every private-use character of Unicode", param="messages")
+        return found
 
     def try_out(self, tokenizer: Tokenizer, *, seconds: float = 10.0) -> None:
         """Raises Unsupported if it does not render a plain question, or takes longer than ``seconds`` for it: then it
@@ -146,20 +175,6 @@ class ChatTemplate:
             raise Unsupported(f"the model's chat template does not come to an end within {seconds:g} s")
         if outcome[0] is not None:
             raise Unsupported(f"the model's chat template fails on a plain question: {outcome[0]}")
-
-    def prefix_stable(self, tokenizer: Tokenizer) -> bool:
-        """Whether the tokens of a turn and its answer stay a prefix of the next turn's, judged on a sample.
-
-        Where they do not (a template that rewrites earlier answers), the prefix cache loses the last turn.
-        """
-        first, answer = Message("user", "Name a colour."), Message("assistant", "Blue, like the sea.")
-        try:
-            before = self.encode(tokenizer, [first])
-            after = self.encode(tokenizer, [first, answer, Message("user", "Another?")])
-        except InvalidRequest:
-            return False
-        expected = before + tokenizer.encode_pieces([*before[-1:], answer.content])[1:]
-        return after[: len(expected)] == expected
 
     def _check(self, variables: Mapping[str, bool | str]) -> None:
         for name, value in variables.items():
@@ -200,15 +215,6 @@ class ChatTemplate:
         if size > max_chars:
             raise InvalidRequest(f"the messages are longer than {max_chars} characters", param="messages")
         return "".join(parts)
-
-    def _unused_character(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
-        used = set(self.source).union(*tokenizer.special_ids)
-        for message in messages:
-            used.update(message.content, message.name or "", message.reasoning or "")
-        for code in (code for block in _PRIVATE_USE for code in block):
-            if chr(code) not in used:
-                return chr(code)
-        raise InvalidRequest("the messages use every private-use character of Unicode", param="messages")
 
 
 class _Generation(Extension):

@@ -27,6 +27,8 @@ from forebay.contract import (
     GenRequest,
     InvalidRequest,
     Message,
+    Prepared,
+    Resume,
 )
 from forebay.text.detokenize import Detokenizer
 from forebay.text.template import ChatTemplate
@@ -351,7 +353,10 @@ async def test_thinking_is_told_from_content_and_can_be_switched_off(
         # A text completion is no chat: nothing is taken out of it.
         completion = await run(backend, GenRequest(prompt="<think>", max_tokens=8, temperature=0.0, ignore_eos=True))
         assert "".join(d.text for d in completion)
-    assert "rewrites earlier turns" in caplog.text  # "<think>" of the answer's beginning is gone in the next turn
+    assert "rewrites" not in caplog.text  # answers that think are shown as they were
+
+
+# ---- conversations
 
 
 async def test_a_template_that_only_appends_gets_no_warning(
@@ -359,3 +364,51 @@ async def test_a_template_that_only_appends_gets_no_warning(
 ) -> None:
     async with local(model[0]):
         assert "rewrites" not in caplog.text
+
+
+async def test_one_that_leaves_the_thinking_of_earlier_answers_out_does(
+    model: tuple[ModelFiles, Judge], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in model[0].path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(THINKING.replace("if m.reasoning_content", "if false"))
+    async with local(ModelFiles("forgetful", "hf", tmp_path)):
+        assert "rewrites earlier turns" in caplog.text
+
+
+@pytest.mark.parametrize("ending", ["length", "stop token", "stop string", "left"])
+async def test_the_next_turn_finds_all_that_was_read_and_written(backend: LocalBackend, ending: str) -> None:
+    question = Message("user", f"the fox: {ending}")
+    fields: dict[str, Any] = {"messages": (question,), "max_tokens": 100, "ignore_eos": True}
+    whole = [delta async for delta in said(backend, await backend.prepare(ask(**fields)))]
+    ids, text = [id for delta in whole for id in delta.ids], "".join(delta.text for delta in whole)
+    if ending == "stop token":
+        fields["stop_token_ids"] = (next(id for i, id in enumerate(ids) if i > 40 and id not in ids[:i]),)
+    if ending == "stop string":
+        fields["stop"] = (next(text[i : i + 3] for i in range(60, len(text)) if text.index(text[i : i + 3]) == i),)
+    first = await backend.prepare(ask(**fields), Resume())
+    ids, text = [], ""
+    async with aclosing(said(backend, first)) as deltas:
+        async for delta in deltas:
+            ids += delta.ids
+            text += delta.text
+            if ending == "left" and len(ids) > 40:
+                break
+    assert 40 <= len(ids) <= 100
+    assert ending == "length" or len(ids) < 100
+    await idle(backend)
+    fields |= {"messages": (question, Message("assistant", text), Message("user", "and?")), "max_tokens": 1}
+    second = await backend.prepare(ask(**fields), Resume(2, ((first.resume, tuple(ids)),)))
+    (last,) = [delta async for delta in said(backend, second)]
+    # The last token's state is never computed; where a stop string began inside of a token, that one is another.
+    known = first.n_tokens + len(ids) - (2 if ending == "stop string" else 1)
+    assert last.usage.cached_tokens >= known // 16 * 16
+    without = await backend.prepare(ask(**fields))
+    assert without.key != second.key  # text alone would have been other tokens: those of random weights make none
+    assert without.resume == b""
+
+
+async def said(backend: LocalBackend, prepared: Prepared) -> AsyncIterator[Delta]:
+    async with backend.open(prepared) as deltas:
+        async for delta in deltas:
+            yield delta

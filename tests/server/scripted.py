@@ -8,13 +8,13 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import uvicorn
 from fastapi import FastAPI
 
-from forebay.config import AdmissionSettings, EngineSettings, KeySettings, ServerSettings, Settings
+from forebay.config import AdmissionSettings, AnswerSettings, EngineSettings, KeySettings, ServerSettings, Settings
 from forebay.contract import (
     ContextTooLong,
     Delta,
@@ -24,6 +24,7 @@ from forebay.contract import (
     Message,
     ModelCard,
     Prepared,
+    Resume,
     SamplingDefaults,
     Tokens,
     Usage,
@@ -39,14 +40,14 @@ Script = Callable[[GenRequest, int], AsyncIterator[Delta]]
 def say(
     texts: tuple[str, ...] = ANSWER, *, pause: float = 0.0, finish: FinishReason | None = "stop", first: float = 0.0
 ) -> Script:
-    """One token per text, ``pause`` seconds apart, the first after ``first`` seconds."""
+    """One token per text, ``pause`` seconds apart, the first after ``first`` seconds. Ids are counted from 1."""
 
     async def play(_request: GenRequest, n_prompt: int) -> AsyncIterator[Delta]:
         started = time.monotonic()
         await asyncio.sleep(first)
         for i, text in enumerate(texts, 1):
             end = finish if i == len(texts) else None
-            yield Delta(text, 1, Usage(n_prompt, i, cached_tokens=1), started, end)
+            yield Delta(text, 1, Usage(n_prompt, i, cached_tokens=1, tier="device"), started, end, ids=(i,))
             await asyncio.sleep(pause)
 
     return play
@@ -77,6 +78,8 @@ class ScriptedBackend:
     sampling: SamplingDefaults = SamplingDefaults()
     prepare_error: Exception | None = None
     requests: list[GenRequest] = field(default_factory=list)
+    resumes: list[Resume | None] = field(default_factory=list)  # of those
+    forgotten: list[tuple[str, Resume]] = field(default_factory=list)
     running: int = 0
     opened: int = 0
     choices: list[int] = field(default_factory=list)  # as they were opened
@@ -96,15 +99,21 @@ class ScriptedBackend:
     def card(self) -> ModelCard:
         return ModelCard(MODEL, 1_700_000_000, self.max_context, 1000, self.sampling)
 
-    async def prepare(self, request: GenRequest, resume: object | None = None) -> Prepared:
+    async def prepare(self, request: GenRequest, resume: Resume | None = None) -> Prepared:
+        """What is to be resumed from it is the number of the request."""
         if self.prepare_error is not None:
             raise self.prepare_error
         self.requests.append(request)
+        self.resumes.append(resume)
         texts = [m.content for m in request.messages] if request.prompt is None else [request.prompt]
         n_tokens = sum(len(text.split() if isinstance(text, str) else text) for text in texts)
         if n_tokens + (request.max_tokens or 1) > self.max_context:
             raise ContextTooLong("too long", param="messages")
-        return Prepared(n_tokens, hashlib.sha256(repr(request).encode()).digest(), request)
+        key = hashlib.sha256(repr(replace(request, ttl=0.0)).encode()).digest()
+        return Prepared(n_tokens, key, request, str(len(self.requests)).encode())
+
+    async def forget(self, salt: str, resume: Resume) -> None:
+        self.forgotten.append((salt, resume))
 
     async def tokenize(
         self,
@@ -194,12 +203,14 @@ async def served(
     queue_timeout: float = 10.0,
     keys: Mapping[str, KeySettings] | None = None,
     state_url: str | None = None,
+    answers: AnswerSettings | None = None,
     **server: Any,
 ) -> AsyncIterator[Served]:
     settings = Settings(
         engine=EngineSettings(),
         admission=AdmissionSettings(max_queue=max_queue, queue_timeout=queue_timeout),
         server=ServerSettings(**server),
+        answers=answers or AnswerSettings(),
         keys=dict(keys or {}),
     )
     app = create_app(backend, settings, state_url)

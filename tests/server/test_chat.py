@@ -112,7 +112,7 @@ async def test_usage_chunk(client: httpx.AsyncClient) -> None:
     last = frames.pop()
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == len(ANSWER)
-    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1, "tier": "device"}
     assert all(frame["usage"] is None for frame in frames)
 
 

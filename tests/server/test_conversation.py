@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -14,9 +14,10 @@ import pytest
 import scripted
 from scripted import MODEL, ScriptedBackend, Served, served, until
 
-from forebay.contract import Delta, EngineFailure, GenRequest, Message
+from forebay.contract import Delta, EngineFailure, GenRequest, Message, Prepared, Resume
+from forebay.server.conversation import Conversation
 from forebay.state.embedded import EmbeddedValkey
-from forebay.state.sessions import SessionKey
+from forebay.state.sessions import Begun, History, SessionKey, Turn
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -135,6 +136,44 @@ async def test_an_idempotent_retry_is_the_same_turn(server: Served, http: httpx.
     assert server.backend.requests[-1].messages == says("one", ANSWER, "two")
 
 
+async def test_a_turn_is_told_what_the_ones_before_read_and_wrote(
+    server: Served, http: httpx.AsyncClient, name: str
+) -> None:
+    wrote = tuple(range(1, len(scripted.ANSWER) + 1))
+    for number, stream in enumerate([False, True, False]):
+        fields = turn(f"{number}", session_id=name, stream=stream)
+        fields["messages"].insert(0, {"role": "system", "content": "be kind"})
+        response = await http.post(CHAT, json=fields, headers={"idempotency-key": str(number)})
+        assert response.status_code == 200
+    assert (await http.post(CHAT, json=fields, headers={"idempotency-key": "2"})).status_code == 200  # no turn
+    assert server.backend.resumes == [
+        Resume(),
+        Resume(3, ((b"1", wrote),)),
+        Resume(6, ((b"1", wrote), (b"2", wrote))),
+    ]
+    await http.post(CHAT, json=turn("alone"))
+    assert server.backend.resumes[-1] is None
+
+
+@pytest.mark.parametrize(("dropped", "resume"), [(0, Resume(4, ((b"1", (1,)), (b"2", (2,))))), (1, Resume())])
+async def test_what_was_read_is_of_no_use_when_the_store_has_dropped_a_part_of_it(dropped: int, resume: Resume) -> None:
+    turns = (
+        Turn(id="1", created=0, said=says("one"), answer="a", read=b"1", wrote=(1,)),
+        Turn(id="2", created=0, said=says("two"), answer="b", read=b"2", wrote=(2,)),
+    )
+    begun = Begun(SessionKey("", "u", "s"), "fence", History(turns, dropped))
+    conversation = Conversation(cast(Any, None), begun, says("three"))
+    heard = []
+
+    async def prepare(messages: tuple[Message, ...], known: Resume) -> Prepared:
+        heard.append(known)
+        assert messages == says("one", "a", "two", "b", "three")
+        return Prepared(1, b"", None)
+
+    await conversation.fit(prepare, prepare, 100)
+    assert heard == [resume]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_that_is_cut_is_kept_as_far_as_it_came(
     embedded: EmbeddedValkey, name: str, stream: bool
@@ -150,6 +189,7 @@ async def test_an_answer_that_is_cut_is_kept_as_far_as_it_came(
         await until(lambda: backend.running == 0 and not running.server.server_state.tasks)
         assert (await client.post(CHAT, json=turn("two", session_id=name))).status_code == 200
         assert backend.requests[-1].messages == says("one", "half of ", "two")
+        assert backend.resumes[-1] == Resume(2, ((b"1", (1, 2)),))
 
 
 async def test_a_turn_that_fails_before_its_first_token_was_none(embedded: EmbeddedValkey, name: str) -> None:
@@ -255,6 +295,12 @@ async def test_a_long_conversation_never_fails_and_is_cut_rarely(embedded: Embed
             response = await client.post(CHAT, json=fields)
             assert response.status_code == 200, response.text
             dropped.append(int(response.headers["x-session-dropped-turns"]))
+            resume = backend.resumes[-1]
+            assert resume is not None
+            if number and dropped[-1] == dropped[-2]:
+                assert (len(resume.turns), resume.known) == (number - dropped[-1], 2 * (number - dropped[-1]) + 1)
+            else:  # another turn is the first now: what was read before was about more
+                assert resume == Resume()
             messages = backend.requests[-1].messages
             assert messages[0] == Message("system", "be kind")
             assert messages[1].content.startswith(f"{dropped[-1]} ")

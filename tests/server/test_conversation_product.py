@@ -54,6 +54,22 @@ async def test_a_conversation_outlives_kill_9_of_the_whole_server(demo_model: Mo
     assert len(known) == 9
 
 
+async def test_the_next_turn_finds_all_that_was_read_and_written(demo_model: ModelFiles, tmp_path: Path) -> None:
+    """The last token of an answer is never computed; all others are in the cache, in whole pages of 16, also those of
+    an answer that was cut off."""
+    options = ["--data-dir", str(tmp_path / "data"), "--kv-memory", "64MiB"]
+    with product(str(demo_model.path), tmp_path, *options) as served:
+        first = await ask(served, [SYSTEM, {"role": "user", "content": "请写一句话 about pandas."}], "s")
+        known = first.usage.total_tokens - 1
+        for question in ("Tell me a long story.", "And then?"):
+            turn = await ask(served, [{"role": "user", "content": question}], "s")
+            assert turn.usage.prompt_tokens_details.cached_tokens >= known // 16 * 16
+            assert turn.usage.prompt_tokens > known
+            known = turn.usage.total_tokens - 1
+        assert turn.choices[0].finish_reason == "length"
+        assert "rewrites earlier turns" not in served.log.read_text()
+
+
 async def test_an_own_valkey_that_is_killed_comes_back_with_its_conversations(
     demo_model: ModelFiles, tmp_path: Path
 ) -> None:

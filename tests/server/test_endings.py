@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -38,22 +38,25 @@ def count(running: Served, name: str, **labels: str) -> float:
     return running.app.state.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-async def raw_request(running: Served, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def raw_request(
+    running: Served, headers: Mapping[str, str] | None = None, **fields: Any
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     sent = json.dumps(body(**fields)).encode()
-    writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n\r\n".encode() + sent)
+    more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{more}content-length: {len(sent)}\r\n\r\n".encode() + sent)
     return reader, writer
 
 
 @asynccontextmanager
-async def stalled_stream(running: Served) -> AsyncIterator[socket.socket]:
+async def stalled_stream(running: Served, **fields: Any) -> AsyncIterator[socket.socket]:
     """A client that asked for a stream, has little room for it, and reads none of it by itself."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(sock, ("127.0.0.1", running.port))
-        sent = json.dumps(body(stream=True)).encode()
+        sent = json.dumps(body(stream=True, **fields)).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n\r\n"
         await loop.sock_sendall(sock, head.encode() + sent)
         yield sock

@@ -6,9 +6,10 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import msgspec
 import pytest
 import valkey
 from hypothesis import HealthCheck, settings
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from forebay.config import StateSettings
-from forebay.contract import Conflict, Message, StateCorrupt
+from forebay.contract import Conflict, ConversationNotFound, Message, StateCorrupt
 from forebay.state.embedded import EmbeddedValkey
-from forebay.state.sessions import Begun, SessionKey, Sessions, Turn
+from forebay.state.sessions import Begun, History, Moved, Record, SessionKey, Sessions, Turn
 from forebay.state.store import Store
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +48,13 @@ async def test_turns_come_back_as_they_were_committed(sessions: Sessions) -> Non
     turns = (
         a_turn("你好！👋"),
         Turn(
-            id="2", created=2.0, said=(Message("system", "s"), Message("user", "x", "name")), answer="", reasoning="r"
+            id="2",
+            created=2.0,
+            said=(Message("system", "s"), Message("user", "x", "name")),
+            answer="",
+            reasoning="r",
+            read=b"\xff",
+            wrote=(0, 2**31),
         ),
     )
     for turn in turns:
@@ -55,6 +62,17 @@ async def test_turns_come_back_as_they_were_committed(sessions: Sessions) -> Non
         await sessions.commit(begun, turn)
     assert (await sessions.begin(key, deadline=0)).history.turns == turns
     assert turns[1].messages()[-1] == Message("assistant", "", reasoning="r")
+
+
+async def test_a_turn_that_an_older_server_kept_can_be_read(embedded: EmbeddedValkey, sessions: Sessions) -> None:
+    key = a_key()
+    await sessions.commit(await sessions.begin(key, deadline=0), a_turn())
+    with valkey.Valkey.from_url(embedded.url) as client:
+        (where,) = client.keys(f"forebay:*{key.digest().hex()}*:turns")
+        version, owner, fields = msgspec.msgpack.decode(client.lindex(where, 0))
+        assert fields[10:12] == [b"", []]
+        client.lset(where, 0, msgspec.msgpack.encode((version, owner, fields[:10])))
+    assert (await sessions.history(key)).turns == (a_turn(),)
 
 
 async def test_parts_of_a_key_do_not_run_into_each_other(sessions: Sessions) -> None:
@@ -151,10 +169,50 @@ async def test_hostile_or_foreign_bytes_are_refused(embedded: EmbeddedValkey, se
             with pytest.raises(StateCorrupt):
                 await sessions.begin(mine, deadline=0)
             raw.delete(names[0].replace("turns", "lease"))
+        await sessions.create(theirs, Record(1.5, {}))
+        record = raw.hget(names[1].replace("turns", "session"), "record")
+        raw.delete(names[0])
+        for bad in (record, b"", record[:-3]):
+            raw.hset(names[0].replace("turns", "session"), "record", bad or b"\x00")
+            with pytest.raises(StateCorrupt):
+                await sessions.history(mine)
         raw.hset(names[0].replace("turns", "session"), "owner", theirs.digest())
         with pytest.raises(StateCorrupt):
             await sessions.begin(mine, deadline=0)
+        with pytest.raises(StateCorrupt):
+            await sessions.describe(mine, Record(1.5, {}))
     assert [turn.answer for turn in (await sessions.history(theirs)).turns] == ["other"]
+
+
+async def test_a_session_that_was_made_by_name_outlives_a_turn_that_was_given_up(sessions: Sessions) -> None:
+    key, other, record = a_key(), a_key(), Record(1.5, {"a": "b"})
+    await sessions.create(key, record)
+    for one in (key, other):
+        await sessions.abort(await sessions.begin(one, deadline=0))
+    assert (await sessions.history(key)).record == record
+    assert (await sessions.begin(key, deadline=0, there=True)).history.turns == ()
+    with pytest.raises(ConversationNotFound):
+        await sessions.begin(other, deadline=0, there=True)
+
+
+async def test_what_is_copied_keeps_its_numbers(embedded: EmbeddedValkey) -> None:
+    async with Store(embedded.url) as store:
+        bounded, key, branch = Sessions(store, StateSettings(session_turns=3)), a_key(), a_key()
+        for number in range(5):
+            await bounded.commit(await bounded.begin(key, deadline=0, after=number), a_turn(id=str(number)))
+        history = await bounded.history(key)
+        assert history.dropped == 2
+        begun = await bounded.begin(branch, idempotency="k", deadline=0)
+        copied = replace(begun, history=History(history.turns[:2], history.dropped), copied=True)
+        await bounded.commit(copied, a_turn(id="new"))
+        kept = await bounded.history(branch)
+        assert ([turn.id for turn in kept.turns], kept.dropped) == (["2", "3", "new"], 2)
+        replay = (await bounded.begin(branch, idempotency="k", deadline=0)).replay
+        assert replay is not None
+        assert replay.id == "new"
+        with pytest.raises(Moved):
+            await bounded.begin(branch, deadline=0, after=3)
+        assert (await bounded.begin(branch, deadline=0, after=5)).history == kept
 
 
 # ---- against a model: two servers, turns that overlap, holders that die, sessions that expire
@@ -167,13 +225,15 @@ class Model:
     fence: str = ""
     leased: bool = False
     did: dict[str, int] = field(default_factory=dict)
+    record: Record | None = None
 
 
 KEPT = 3
 
 
 class Histories(RuleBasedStateMachine):
-    """begin, commit, abort, renew, a lease that runs out, a session that expires: each from either of two servers."""
+    """begin, commit, abort, renew, a session that is made by name or described, one that goes on from what another
+    holds, a lease that runs out, a session that expires: each from either of two servers."""
 
     embedded: EmbeddedValkey
 
@@ -197,11 +257,51 @@ class Histories(RuleBasedStateMachine):
     def do(self, what: Awaitable[T]) -> T:
         return self.loop.run_until_complete(what)
 
-    @rule(server=st.integers(0, 1), which=st.integers(0, 1), name=st.sampled_from(["", "", "a", "b"]))
-    def begin(self, server: int, which: int, name: str) -> None:
+    @rule(server=st.integers(0, 1), which=st.integers(0, 1))
+    def create(self, server: int, which: int) -> None:
+        self.models[which].record = Record(next(self.numbers), {})
+        self.do(self.servers[server].create(self.keys[which], self.models[which].record))
+
+    @rule(server=st.integers(0, 1), which=st.integers(0, 1))
+    def describe(self, server: int, which: int) -> None:
+        record = Record(next(self.numbers), {"a": "b"})
+        described = self.servers[server].describe(self.keys[which], record)
+        if self.models[which].record is None:
+            with pytest.raises(ConversationNotFound):
+                self.do(described)
+        else:
+            self.do(described)
+            self.models[which].record = record
+
+    @rule(server=st.integers(0, 1), which=st.integers(0, 1))
+    def branch(self, server: int, which: int) -> None:
+        """Into a session that has no turns: all that the other one has, and another turn."""
+        sessions, model, other = self.servers[server], self.models[which], self.models[1 - which]
+        if model.turns or model.leased:
+            return
+        begun = self.do(sessions.begin(self.keys[which], deadline=0))
+        history = self.do(sessions.history(self.keys[1 - which]))
+        turn = a_turn(id=str(next(self.numbers)))
+        self.do(sessions.commit(replace(begun, history=history, copied=True), turn))
+        model.turns = [*other.turns, turn.id]
+        model.dropped = max(other.dropped, len(model.turns) - KEPT)
+        model.fence = ""
+
+    @rule(
+        server=st.integers(0, 1),
+        which=st.integers(0, 1),
+        name=st.sampled_from(["", "", "a", "b"]),
+        there=st.sampled_from([False, False, False, True]),
+        beside=st.sampled_from([None, None, 0, -1, 1]),
+    )
+    def begin(self, server: int, which: int, name: str, there: bool, beside: int | None) -> None:
         model = self.models[which]
-        began = self.servers[server].begin(self.keys[which], idempotency=name, deadline=0)
-        if name and name in model.did:
+        after = None if beside is None else max(0, len(model.turns) + beside)
+        began = self.servers[server].begin(self.keys[which], idempotency=name, deadline=0, there=there, after=after)
+        if there and model.record is None:
+            with pytest.raises(ConversationNotFound):
+                self.do(began)
+        elif name and name in model.did:
             if model.did[name] < model.dropped:
                 with pytest.raises(Conflict):
                     self.do(began)
@@ -209,6 +309,9 @@ class Histories(RuleBasedStateMachine):
                 replay = self.do(began).replay
                 assert replay is not None
                 assert replay.id == model.turns[model.did[name]]
+        elif after not in (None, len(model.turns)):
+            with pytest.raises(Moved):
+                self.do(began)
         elif model.leased:
             with pytest.raises(Conflict):
                 self.do(began)
@@ -237,7 +340,7 @@ class Histories(RuleBasedStateMachine):
             return
         self.do(self.servers[server].commit(begun, turn))
         model.turns.append(turn.id)
-        model.dropped = max(0, len(model.turns) - KEPT)
+        model.dropped = max(model.dropped, len(model.turns) - KEPT)
         if name:
             model.did[name] = len(model.turns) - 1
         model.fence, model.leased = "", False
@@ -276,6 +379,7 @@ class Histories(RuleBasedStateMachine):
             history = self.do(self.servers[0].history(key))
             assert [turn.id for turn in history.turns] == model.turns[model.dropped :]
             assert history.dropped == model.dropped
+            assert history.record == model.record
 
 
 def test_any_history_of_two_servers_is_serial(embedded: EmbeddedValkey) -> None:

@@ -60,6 +60,7 @@ def test_requests_are_greedy_of_exact_length_and_distinct(liar: lies.Liar) -> No
 def test_each_request_has_a_connection_of_its_own(liar: lies.Liar) -> None:
     measure(liar)
     assert {headers["Connection"] for headers in liar.headers} == {"close"}
+    assert {headers["x-forebay-cache"] for headers in liar.headers} == {"off"}
 
 
 def test_shared_prompts_strict_openai_and_no_stream(liar: lies.Liar) -> None:

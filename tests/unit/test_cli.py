@@ -162,6 +162,7 @@ def test_version_also_as_a_module() -> None:
         (["pull", "no-such-model"], "error: unknown model 'no-such-model'"),
         (["chat", "--url", "http://127.0.0.1:1"], "error: no server answers at http://127.0.0.1:1"),
         (["bench", "--url", "http://127.0.0.1:1"], "error: no server answers at http://127.0.0.1:1"),
+        (["cache", "purge", "--url", "http://127.0.0.1:1"], "error: no server answers at http://127.0.0.1:1"),
         (["bench", "--url", "nonsense"], "error: no server answers at nonsense"),
     ],
 )

@@ -75,7 +75,6 @@ def test_demo_ids_equal_apply_chat_template(demo_meta: ModelMeta, demo_tokenizer
     for talk in (TALK, TALK[1:], [Message("user", "def f(x):\n    return x\n")]):
         expected = demo_judge.apply_chat_template(as_dicts(talk), add_generation_prompt=True, return_dict=False)
         assert template.encode(demo_tokenizer, talk) == expected
-    assert template.prefix_stable(demo_tokenizer)
 
 
 FRAGMENTS = [
@@ -236,13 +235,6 @@ def test_what_templates_of_the_field_expect(tokenizer: Tokenizer) -> None:
     ids = ChatTemplate(source).encode(tokenizer, [Message("user", "<é'>"), Message("user", "y")])
     text = b"".join(map(tokenizer.token_bytes, ids)).decode()
     assert text == '{"role": "user", "content": "<é\'>"}TrueFalse'
-
-
-def test_prefix_stable_finds_templates_that_rewrite_history(tokenizer: Tokenizer) -> None:
-    rewrites = CHATML.replace("m.content +", "(m.content if loop.last else m.content | upper) +")
-    assert ChatTemplate(CHATML).prefix_stable(tokenizer)
-    assert not ChatTemplate(rewrites).prefix_stable(tokenizer)
-    assert not ChatTemplate("{{ raise_exception('no') }}").prefix_stable(tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from .pages import PAGE_SIZE, Pages
 from .radix import GONE, Node, PrefixTree
-from .tiers import Arrival, Block, Tiers, blocks_of, root_key
+from .tiers import Arrival, Offer, Tiers, blocks_of, root_key
 
 #: Pages copied out of the pool between two steps, so that no step waits for long.
 SAVES_PER_STEP = 16
@@ -25,16 +25,16 @@ TIDY = 60.0
 class Fetch:
     """Pages on their way to the pool, behind ``path``. ``table`` holds both until they are there or have failed."""
 
-    def __init__(self, salt: str, path: list[Node], pages: list[int], blocks: tuple[Block, ...], tier: str) -> None:
+    def __init__(self, salt: str, ttl: float, path: list[Node], pages: list[int], offer: Offer) -> None:
         self.salt = salt
+        self.ttl = ttl
         self.path = path
         self.pages = pages
-        self.blocks = blocks
-        self.tier = tier
+        self.blocks = offer.blocks
+        self.tier = offer.tier
         self.arrival = Arrival()
         self.table = [*(node.page for node in path), *pages]
         self.underway = True
-        self.until = 0.0
 
 
 class Traffic:
@@ -71,8 +71,7 @@ class Traffic:
         if pages is None:
             self.tree.idle(self._pages.drop(node.page for node in path))
             return None
-        fetch = Fetch(salt, path, pages, offer.blocks, offer.tier)
-        fetch.until = self._now + ttl if ttl else 0.0
+        fetch = Fetch(salt, ttl, path, pages, offer)
         fetch.arrival = self.tiers.fetch(offer, pages)
         self.fetches.append(fetch)
         return fetch
@@ -96,7 +95,7 @@ class Traffic:
         at = fetch.path[-1] if fetch.path else None
         for i in range(came):
             page = fetch.pages[i]
-            at = self.tree.insert(fetch.salt, at, fetch.blocks[i].ids, page, fetch.until, fetch.until)
+            at = self.tree.insert(fetch.salt, at, fetch.blocks[i].ids, page, *self.worth(fetch.ttl))
             if at.page != page:  # computed meanwhile
                 self._pages.share([at.page])
                 fetch.table[len(fetch.path) + i] = at.page

@@ -1,0 +1,277 @@
+"""Single flight: one generation, and everybody who asked for just it.
+
+A flight belongs to none of its members. It is a task of its own that waits at the gate, runs, and records what is
+said; members read the record from its beginning, each at its own pace. So a member's deadline, its leaving or its slow
+reading is nobody else's affair. When the last has left, the flight is cancelled.
+
+The queue is first come, first served: a flight stands where its first member would. It is the work of that one, who
+opened it, and all members are of one tenant, because a tenant's questions are equal only to its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from itertools import groupby
+from typing import Generic, TypeVar
+
+from ..contract import DeadlineExceeded, Delta, EngineFailure, EngineUnavailable, ForebayError
+from . import errors
+from .source import Source
+
+#: Seconds that a flight may wait at the gate; it is its members who have deadlines.
+FAR = 10.0**6
+#: Asked how late the generation may begin, when it is at the backend's door: gives a flight's source.
+Make = Callable[[Callable[[], float]], Source]
+_L = TypeVar("_L")
+
+
+class Flight:
+    """``too_late`` is the error of a member that waited too long. ``finished`` is called with the whole answer before
+    anybody is told its end, and ``landed`` once when all is over, in whatever way. ``linger``: seconds that it goes on
+    without members."""
+
+    def __init__(
+        self,
+        make: Make,
+        too_late: Callable[[], DeadlineExceeded],
+        finished: Callable[[tuple[Delta, ...]], None],
+        landed: Callable[[Flight], None],
+        linger: float = 0.0,
+    ) -> None:
+        self._source = make(self._start_by)
+        self._finished = finished
+        self._landed = landed
+        self._linger = linger
+        self._alone: asyncio.TimerHandle | None = None
+        self._asked: float | None = None  # the deadline that the backend was given
+        self._members: set[Member] = set()
+        self.too_late = too_late
+        self.deltas: list[Delta] = []
+        self.running = False  # it is through the gate
+        self.open = True  # to be joined
+        self.error: ForebayError | None = None
+        self.news = asyncio.Event()  # another one for each piece of news
+        self.task = asyncio.create_task(self._fly())
+        self.task.add_done_callback(self._over)
+
+    @property
+    def whole(self) -> bool:
+        """All is said."""
+        return bool(self.deltas) and self.deltas[-1].finish is not None
+
+    def join(self, member: Member) -> None:
+        self._members.add(member)
+        if self._alone is not None:
+            self._alone.cancel()
+            self._alone = None
+
+    def leave(self, member: Member) -> None:
+        self._members.discard(member)
+        if self._members or self._alone is not None:
+            return
+        if self._linger:
+            self._alone = asyncio.get_running_loop().call_later(self._linger, self.give_up)
+        else:
+            self.give_up()
+
+    def give_up(self) -> None:
+        if self.whole:
+            return  # there is nothing left to cancel
+        self.open = False
+        # Not at once: a task that is cancelled before its first step never runs what it would do at its end.
+        asyncio.get_running_loop().call_soon(self.task.cancel)
+
+    def _start_by(self) -> float:
+        self._asked = latest = self._latest()
+        return latest
+
+    def _latest(self) -> float:
+        return max((member.deadline for member in self._members), default=0.0)
+
+    async def _fly(self) -> None:
+        try:
+            await self._generate()
+        finally:
+            await self._source.close()
+
+    async def _generate(self) -> None:
+        while True:
+            self._asked = None
+            try:
+                async with self._source.open() as (deltas,):
+                    self.running = True
+                    self._tell()
+                    return await self._record(deltas)
+            except DeadlineExceeded:
+                if not self._asked_for_fewer():
+                    raise
+            self.running = False
+            self._tell()
+
+    def _asked_for_fewer(self) -> bool:
+        """The backend gave up at the deadline of those who were there when it was asked, and others are there now."""
+        return not self.deltas and self._asked is not None and self._latest() > self._asked
+
+    async def _record(self, deltas: AsyncIterator[Delta]) -> None:
+        async for delta in deltas:
+            self.deltas.append(delta)
+            if delta.finish is not None:
+                self._finished(merged(self.deltas))
+            self._tell()
+            if delta.finish is not None:
+                return
+        raise EngineFailure("the answer broke off")
+
+    def _tell(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self.open = self.whole
+        if task.cancelled():
+            self.error = EngineUnavailable("the server is shutting down", retry_after=5)
+        elif (error := task.exception()) is not None:
+            self.error = errors.from_exception(error)
+        self._tell()
+        self._landed(self)
+
+
+class Flights(Generic[_L]):
+    """Flights by key, each with a label; and their life, which ends with this one's ``close``."""
+
+    def __init__(self) -> None:
+        self._listed: dict[bytes, tuple[_L, Flight]] = {}
+        self._flying: set[Flight] = set()  # those too that are listed no more
+
+    def find(self, key: bytes) -> tuple[_L, Flight] | None:
+        """One that may be joined."""
+        found = self._listed.get(key)
+        return found if found is not None and found[1].open else None
+
+    def begin(
+        self,
+        key: bytes,
+        label: _L,
+        make: Make,
+        too_late: Callable[[], DeadlineExceeded],
+        finished: Callable[[tuple[Delta, ...]], None] = lambda _: None,
+        linger: float = 0.0,
+    ) -> Flight:
+        """``finished`` is not called for one that was forgotten. With ``linger`` (seconds) it is listed so long behind
+        its end, too. Otherwise as Flight has it."""
+
+        def listed() -> bool:
+            found = self._listed.get(key)
+            return found is not None and found[1] is flight
+
+        def unlist() -> None:
+            if listed():
+                del self._listed[key]
+
+        def done(whole: tuple[Delta, ...]) -> None:
+            if listed():
+                finished(whole)
+
+        def landed(flight: Flight) -> None:
+            self._flying.discard(flight)
+            if flight.whole and linger:
+                asyncio.get_running_loop().call_later(linger, unlist)
+            else:
+                unlist()
+
+        flight = Flight(make, too_late, done, landed, linger)
+        self._listed[key] = label, flight
+        self._flying.add(flight)
+        return flight
+
+    def forget(self, which: Callable[[_L], bool]) -> None:
+        """Those go on for their members, and nobody joins them any more."""
+        self._listed = {key: listed for key, listed in self._listed.items() if not which(listed[0])}
+
+    async def close(self) -> None:
+        for flight in self._flying:
+            flight.give_up()
+        if self._flying:
+            await asyncio.wait([flight.task for flight in self._flying])
+
+
+class Member:
+    """One who follows a flight, from its making until ``close``. ``deadline``, in seconds on time.monotonic(): when it
+    wants to wait for the gate no longer; behind it the backend holds the deadline. ``told``: so many of the flight's
+    deltas it has been given; may begin with those that there are and that it needs no more."""
+
+    numbers = (0,)
+
+    def __init__(self, flight: Flight, deadline: float, told: int = 0) -> None:
+        self._flight = flight
+        self.deadline = deadline
+        self.told = told
+        flight.join(self)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Sequence[AsyncIterator[Delta]]]:
+        async with aclosing(self._follow()) as deltas:
+            yield [deltas]
+
+    async def close(self) -> None:
+        """The last one waits until the flight has left the backend."""
+        self._flight.leave(self)
+        if not self._flight.open:
+            await asyncio.wait([self._flight.task])
+
+    async def _follow(self) -> AsyncGenerator[Delta]:
+        """What came while this one did not read comes as few as can be."""
+        flight = self._flight
+        if flight.whole and self.told == len(flight.deltas):  # only its end is news
+            yield replace(flight.deltas[-1], text="", reasoning="", n_tokens=0, logprobs=(), ids=())
+            return
+        while True:
+            if len(flight.deltas) > self.told:
+                for run in _runs(flight.deltas[self.told :]):
+                    self.told += len(run)
+                    yield _joined(run)
+                if flight.whole and self.told == len(flight.deltas):
+                    return
+            elif flight.error is not None:
+                raise flight.error.with_traceback(None)  # it is raised for each member, and would grow
+            else:
+                await self._news()
+
+    async def _news(self) -> None:
+        flight = self._flight
+        try:
+            async with asyncio.timeout(None if flight.running else self.deadline - time.monotonic()):
+                await flight.news.wait()
+        except TimeoutError:
+            if not flight.running:
+                raise flight.too_late() from None
+
+
+def merged(deltas: Sequence[Delta]) -> tuple[Delta, ...]:
+    """As few as say the same, at least one. Thinking stays apart from text, in its order and with its tokens."""
+    return tuple(map(_joined, _runs(deltas)))
+
+
+def _runs(deltas: Sequence[Delta]) -> list[list[Delta]]:
+    def kind(numbered: tuple[int, Delta]) -> tuple[bool, int]:
+        number, delta = numbered
+        return bool(delta.reasoning), number if delta.reasoning and delta.text else -1
+
+    return [[delta for _, delta in run] for _, run in groupby(enumerate(deltas), kind)]
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        n_tokens=sum(delta.n_tokens for delta in deltas),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        ids=tuple(id for delta in deltas for id in delta.ids),
+    )

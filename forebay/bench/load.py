@@ -35,6 +35,7 @@ class Plan:
 
     ``prompts``: "distinct", "shared" (one for all), or from how many they are drawn. With ``turns``, each of the
     ``requests`` is a conversation of so many requests: the whole history and ``turn_words`` more words every time.
+    ``cache``: answers may come from a cache of answers.
     """
 
     concurrency: int = 16
@@ -50,6 +51,7 @@ class Plan:
     strict_openai: bool = False
     timeout: float = 600.0
     model: str | None = None
+    cache: bool = False
 
     def body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         """A request. Greedy and, unless strict, of an exact length."""
@@ -111,8 +113,8 @@ async def run_closed_loop(endpoint: Endpoint, plan: Plan, advance: Callable[[Sam
 
     Raises Unreachable if there is no server; requests that fail are samples, not errors.
     """
-    # What is asked twice is to be computed twice: it is the engine that is measured.
-    async with endpoint.session(plan.timeout, {"x-forebay-cache": "off"}) as session:
+    # What is asked twice is computed twice, unless it is the cache that is measured.
+    async with endpoint.session(plan.timeout, {"x-forebay-cache": "on" if plan.cache else "off"}) as session:
         # Asked even where the model is given: a server that is not there should be one line, not N failures.
         first = await endpoint.first_model(session)
         plan = replace(plan, model=plan.model or first)

@@ -1,4 +1,4 @@
-"""The suites: servers side by side under five kinds of load, over HTTP, as a client sees them.
+"""The suites: servers side by side under six kinds of load, over HTTP, as a client sees them.
 
     python -m forebay.bench.suites [CONTESTANT ...] [--suite batch] [--rounds 3] [--plot FILE] [--json FILE]
 
@@ -54,6 +54,7 @@ class Suite:
     requests: int
     prompts: str | int = "distinct"
     turns: int = 1
+    cache: bool = False
 
     def plan(self, size: Size, seed: str, timeout: float) -> Plan:
         later = min(60, size.words), min(60, size.tokens)
@@ -68,6 +69,7 @@ class Suite:
             turns=self.turns,
             turn_words=later[0],
             timeout=timeout,
+            cache=self.cache,
         )
 
 
@@ -77,6 +79,7 @@ SUITES: dict[str, Suite] = {
     "burst": Suite("64 at once", clients=64, requests=64),
     "multiturn": Suite("16 users, 4 turns, history sent along", clients=16, requests=16, turns=4),
     "repeat": Suite("16 clients, 64 requests from 4 prompts", clients=16, requests=64, prompts=4),
+    "cached": Suite("the same, and answers may come from a cache", clients=16, requests=64, prompts=4, cache=True),
 }
 
 

@@ -11,7 +11,7 @@ TRIED := .venv/.tried
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install serve test try lint bench bench-versus bench-steps clean
+.PHONY: install serve test try lint bench bench-versus bench-conversations bench-canaries bench-steps clean
 
 install: $(STAMP)
 
@@ -50,6 +50,14 @@ bench: $(STAMP)
 # Against one request at a time through transformers; ARGS='--repeats 1', for example.
 bench-versus: $(STAMP)
 	@exec $(BIN)/python -m forebay.bench.versus $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# What of conversations' KV outlives a crowd or a restart; ARGS='crowd', ARGS='restart --rounds 3'.
+bench-conversations: $(STAMP)
+	@exec $(BIN)/python -m forebay.bench.conversations $(ARGS)
+
+# Secret codes in many conversations while all goes wrong that can; ARGS='--faults', for example.
+bench-canaries: $(STAMP)
+	@exec $(BIN)/python -m forebay.bench.canaries $(ARGS)
 
 # Steps of the engine against the limits of the machine.
 bench-steps: $(STAMP)

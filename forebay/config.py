@@ -176,6 +176,9 @@ class PathSettings(Room):
     model: str = Field(
         default="smollm2-135m-instruct", description="Catalog name, .gguf file or Hugging Face directory."
     )
+    public_system: Path | None = Field(
+        default=None, description="File with a system message whose KV tenants may share; all else is a tenant's own."
+    )
     data_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
         default=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay",
         description="Models and conversations.",

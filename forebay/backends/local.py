@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Self, TypeVar
 
 import msgspec
@@ -28,8 +29,10 @@ from ..contract import (
     Prepared,
     Resume,
     Tokens,
+    Unsupported,
 )
 from ..engine.client import EngineClient
+from ..engine.kv.pages import PAGE_SIZE
 from ..engine.sequence import GenSpec
 from ..text.detokenize import Detokenizer
 from ..text.reasoning import Reasoning
@@ -62,7 +65,7 @@ class _Order:
 class LocalBackend:
     def __init__(self, files: ModelFiles, settings: Settings) -> None:
         self._files = files
-        self._data_dir = settings.paths.data_dir
+        self._settings = settings
         self._client = EngineClient((files.id, files.kind, files.path, files.cache), settings.engine)
 
     async def __aenter__(self) -> Self:
@@ -88,7 +91,8 @@ class LocalBackend:
         self._reasoning = Reasoning.of(self._template, self._tokenizer) if self._template else None
         open_gguf.cache_clear()  # a parsed file is 140 MiB of small objects, and the front needs it no more
         self._fingerprint = fingerprint(self._files)
-        self._secret = server_secret(self._data_dir)
+        self._secret = server_secret(self._settings.paths.data_dir)
+        self._public = self._public_prefix()
         self._created = int(time.time())
         self._turns = self._conversations(self._template) if self._template else None
 
@@ -174,6 +178,7 @@ class LocalBackend:
             stop_ids=sorted({*request.stop_token_ids, *(() if request.ignore_eos else self._meta.eos_ids)}),
             salt=self._salt(request.salt),
             ttl=request.ttl,
+            public=self._public_pages(ids),
             min_p=request.min_p,
             repetition_penalty=request.repetition_penalty,
             frequency_penalty=request.frequency_penalty,
@@ -183,7 +188,7 @@ class LocalBackend:
             logprobs=request.logprobs,
         )
         chat = prompt is None
-        decides = msgspec.structs.replace(spec, ttl=0.0)
+        decides = msgspec.structs.replace(spec, ttl=0.0, public=0)
         key = hashlib.sha256(msgspec.msgpack.encode((self._fingerprint, decides, request.stop, chat))).digest()
         return Prepared(len(ids), key, _Order(spec, request.stop, chat), read)
 
@@ -253,7 +258,25 @@ class LocalBackend:
     async def forget(self, salt: str, resume: Resume) -> None:
         if self._turns is not None:
             for ids in self._turns.contexts(resume):
-                self._client.purge(self._salt(salt), ids)
+                self._client.purge(self._salt(salt), ids, self._public_pages(ids))
+
+    def _public_prefix(self) -> list[int]:
+        """Prompt ids of the system message that all tenants may share, up to where another message begins. Raises
+        Unsupported for one that cannot be."""
+        path = self._settings.paths.public_system
+        if path is None or self._template is None:
+            return []
+        try:
+            said = Message("system", path.read_text(encoding="utf-8").strip())
+            one, other = (self._encode((said, Message("user", text))) for text in ("x", "y"))
+        except (OSError, UnicodeDecodeError, InvalidRequest) as error:
+            raise Unsupported(f"public-system {path}: {error}") from None
+        return [id for id, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+
+    def _public_pages(self, ids: Sequence[int]) -> int:
+        """How many whole pages of a prompt are of that message."""
+        size = len(self._public)
+        return size // PAGE_SIZE if size and list(ids[:size]) == self._public else 0
 
     def _salt(self, tenant: str) -> str:
         """What stands for a tenant in the engine and in the names of files, which so tell nobody whose they are."""

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from itertools import chain
 
+from .kv.pages import PAGE_SIZE
+from .kv.tiers import Realm
 from .runner import Runner
 from .sample import FAILED
 from .scheduler import Scheduler
@@ -53,8 +55,8 @@ class Engine:
     def cancel(self, id: int) -> None:
         self.scheduler.cancel(id)
 
-    def purge(self, salt: str, ids: list[int]) -> None:
-        self.scheduler.purge(salt, ids)
+    def purge(self, realm: Realm, ids: list[int]) -> None:
+        self.scheduler.purge(realm, ids)
 
     def rest(self) -> None:
         """To be called now and then while there is nothing to do."""
@@ -147,6 +149,7 @@ class Engine:
             (math.isfinite(repetition) and repetition > 0, f"repetition_penalty {repetition} is not a number above 0"),
             (all(map(math.isfinite, more)), "frequency_penalty, presence_penalty or a logit_bias is not finite"),
             (all(spec.bad_words), "one of bad_words has no tokens"),
+            (0 <= spec.public * PAGE_SIZE <= len(spec.ids), f"the prompt has no {spec.public} pages to share"),
             (spec.logprobs is None or spec.logprobs >= 0, f"logprobs {spec.logprobs} is less than 0"),
             (
                 0 <= spec.min_tokens <= spec.max_tokens,

@@ -24,7 +24,7 @@ from ..config import EngineSettings
 from ..contract import Unsupported
 from .files import PageFiles, sweep
 from .kv.pages import PAGE_SIZE
-from .kv.tiers import NoTiers, Tiers
+from .kv.tiers import NoTiers, Realm, Tiers
 from .loop import Engine
 from .runner import Built, build
 from .scheduler import Scheduler
@@ -159,8 +159,8 @@ def serve(engine: Engine, link: Link) -> None:
                     engine.submit(spec)
                 case Cancel(id):
                     engine.cancel(id)
-                case Purge(salt, ids):
-                    engine.purge(salt, ids)
+                case Purge(salt, ids, public):
+                    engine.purge(Realm(salt, public), ids)
         now = time.monotonic()
         if engine.has_work:
             link.send(engine.step())

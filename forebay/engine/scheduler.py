@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from .kv.capacity import OutputGuess, pages_of, predicted_peak
 from .kv.pages import PAGE_SIZE, Pages
 from .kv.radix import Node
-from .kv.tiers import NoTiers, Tiers
+from .kv.tiers import NoTiers, Realm, Tiers
 from .kv.traffic import Fetch, Traffic
 from .sequence import Emit, End, GenSpec, Logprobs, Sequence, State
 from .step import Drawn, Step, Work
@@ -72,9 +72,9 @@ class Scheduler:
         if seq := self._by_id.get(id):
             seq.cancelled = True
 
-    def purge(self, salt: str, ids: list[int]) -> None:
+    def purge(self, realm: Realm, ids: list[int]) -> None:
         """Keep no page that only this sequence of tokens has."""
-        self.traffic.forget(salt, ids)
+        self.traffic.forget(realm, ids)
 
     @property
     def has_work(self) -> bool:
@@ -115,7 +115,7 @@ class Scheduler:
             # A place is kept for those that are held back: they are earlier than what comes after them.
             if spare <= 0 or len(self.running) + len(held_back) >= self.max_batch:
                 break
-            path = self.tree.match(seq.spec.salt, seq.ids, (len(seq.ids) - 1) // PAGE_SIZE)
+            path = self.tree.match(_realm(seq), seq.ids, (len(seq.ids) - 1) // PAGE_SIZE)
             if self._about_to_be_shared(seq, path):
                 held_back.append(seq)
                 continue
@@ -192,8 +192,10 @@ class Scheduler:
         known, most = len(path), (len(seq.ids) - 1) // PAGE_SIZE
         lacking = len(seq.ids) - known * PAGE_SIZE
         for other in self.running:
-            if other.owed > 1 and other.spec.salt == seq.spec.salt:
-                common = _common_pages(seq.ids, other.ids, most)
+            same = other.spec.salt == seq.spec.salt
+            shared = most if same else min(most, seq.spec.public, other.spec.public)
+            if other.owed > 1 and shared > known:
+                common = _common_pages(seq.ids, other.ids, shared)
                 coming = other.computed < common * PAGE_SIZE
                 if coming and 2 * (common - known) * PAGE_SIZE >= lacking:
                     return True
@@ -203,7 +205,7 @@ class Scheduler:
         """Whether pages of ``seq`` are on their way from a lower tier. That is tried once: what does not come, or is
         gone again when it is needed, is computed."""
         if seq.fetch is None and not seq.preempted:
-            seq.fetch = self.traffic.fetch(seq.spec.salt, seq.ids, path, (len(seq.ids) - 1) // PAGE_SIZE, seq.spec.ttl)
+            seq.fetch = self.traffic.fetch(_realm(seq), seq.ids, path, (len(seq.ids) - 1) // PAGE_SIZE, seq.spec.ttl)
         return isinstance(seq.fetch, Fetch) and seq.fetch.underway
 
     def _join(self, seq: Sequence, path: list[Node], now: float) -> None:
@@ -294,8 +296,9 @@ class Scheduler:
         for i in range(seq.inserted, seq.computed // PAGE_SIZE):
             own = seq.table[i]
             parent = seq.node if isinstance(seq.node, Node) else None
-            key = tuple(seq.ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
-            node = self.tree.insert(seq.spec.salt, parent, key, own, *self.traffic.worth(seq.spec.ttl))
+            realm = _realm(seq)
+            key = realm.key(seq.ids, i)
+            node = self.tree.insert(realm, parent, key, own, *self.traffic.worth(seq.spec.ttl))
             if node.page != own:
                 self.pages.share([node.page])
                 seq.table[i] = node.page
@@ -337,6 +340,10 @@ class Scheduler:
         for seq in self.waiting:
             if seq.table:
                 raise RuntimeError(f"waiting sequence {seq.spec.id} holds pages")
+
+
+def _realm(seq: Sequence) -> Realm:
+    return Realm(seq.spec.salt, seq.spec.public)
 
 
 def _precedence(seq: Sequence) -> tuple[bool, int]:

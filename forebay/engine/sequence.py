@@ -22,7 +22,8 @@ class GenSpec(msgspec.Struct, frozen=True, array_like=True):
     ``stop_ids`` end the answer (the end-of-turn ids are among them unless they are to be ignored); the stopping
     token is emitted and counted. ``temperature`` 0 is greedy. ``seed`` is always set: the engine draws no
     randomness of its own. ``deadline`` (monotonic seconds): expires if prefill has not begun by then.
-    ``salt`` selects the prefix tree: sequences share pages only under the same salt. ``ttl``: this is a turn of a
+    ``salt`` selects the prefix tree: sequences share pages only under the same salt, but for the first ``public`` pages
+    (whole ones), which all may share. ``ttl``: this is a turn of a
     conversation that may go on for so many seconds after it; 0: it is none. ``logit_bias`` maps a token id
     to what is added to its logit; ``bad_words`` are sequences of ids (none empty) whose last may not follow the
     others. What each number of sampling means is in sample.py. ``logprobs``: with each token, log probabilities of it
@@ -48,6 +49,7 @@ class GenSpec(msgspec.Struct, frozen=True, array_like=True):
     bad_words: list[list[int]] = []
     logprobs: int | None = None
     ttl: float = 0.0
+    public: int = 0
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

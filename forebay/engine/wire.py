@@ -31,6 +31,7 @@ class Purge(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
     salt: str
     ids: list[int]
+    public: int = 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=3):

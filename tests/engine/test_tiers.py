@@ -14,7 +14,7 @@ from tiny import Judge
 from forebay.catalog import ModelFiles
 from forebay.config import EngineSettings
 from forebay.engine.files import PageFiles, sweep
-from forebay.engine.kv.tiers import Block, blocks_of, root_key
+from forebay.engine.kv.tiers import Block, Realm, blocks_of, root_key
 from forebay.engine.loop import Engine
 from forebay.engine.runner import Built, build
 from forebay.engine.scheduler import Scheduler
@@ -162,7 +162,7 @@ def test_a_damaged_file_is_a_miss_and_goes(
     after_start: bool,
 ) -> None:
     start().ask(prompt(150))
-    third = list(blocks_of(root_key(""), prompt(150), 0, 3))[2]
+    third = list(blocks_of(Realm(), root_key(""), prompt(150), 0, 3))[2]
     path = tmp_path / "kv" / f"{third.key.hex()}.kv"
     rig = start() if after_start else None  # what it looked at then is not what it finds
     mtime = path.stat().st_mtime
@@ -179,7 +179,8 @@ def test_a_page_of_other_tokens_under_the_right_name_is_a_miss(start: Start, tmp
     start().ask(prompt(150))
     start().ask(prompt(150, 1))
     ours, theirs = (
-        tmp_path / "kv" / f"{next(blocks_of(root_key(''), prompt(150, salt), 0, 1)).key.hex()}.kv" for salt in (0, 1)
+        tmp_path / "kv" / f"{next(blocks_of(Realm(), root_key(''), prompt(150, salt), 0, 1)).key.hex()}.kv"
+        for salt in (0, 1)
     )
     ours.write_bytes(theirs.read_bytes())
     assert start().ask([*prompt(150), 3]).cached == 0
@@ -229,7 +230,7 @@ def test_a_deleted_conversation_is_in_no_tier_and_its_neighbour_stays(start: Sta
     rig.ask(mine)
     rig.ask(others)
     before = len(list((tmp_path / "kv").iterdir()))
-    rig.engine.purge("", mine)
+    rig.engine.purge(Realm(), mine)
     rig.tiers.settle()
     assert len(list((tmp_path / "kv").iterdir())) == before - 6
     assert rig.ask([*mine, 3], ttl=0.0).cached == 64
@@ -261,9 +262,9 @@ def test_pages_as_bytes_are_the_pool_itself(built: Built) -> None:
 
 def test_law_11_keys_are_chains_of_sha256_over_salt_and_tokens() -> None:
     ids = list(range(32))
-    first, second = blocks_of(root_key("a"), ids, 0, 2)
+    first, second = blocks_of(Realm("a"), root_key("a"), ids, 0, 2)
     root = hashlib.sha256(b"roota").digest()
     spelled = [b"".join(id.to_bytes(8, "little") for id in page) for page in (ids[:16], ids[16:])]
     assert first == Block(hashlib.sha256(root + spelled[0]).digest(), root, tuple(ids[:16]))
     assert second.key == hashlib.sha256(first.key + spelled[1]).digest()
-    assert next(blocks_of(root_key("b"), ids, 0, 1)).key != first.key
+    assert next(blocks_of(Realm("b"), root_key("b"), ids, 0, 1)).key != first.key

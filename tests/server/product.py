@@ -41,7 +41,7 @@ def product(model: str, folder: Path, *options: str) -> Iterator[Product]:
     """Started, ready, and afterwards ended by SIGTERM with exit code 0 and no process left. The test
     may kill it before."""
     log = folder / "serve.log"
-    argv = [sys.executable, "-m", "forebay", "serve", model, "--port", "0", "--dtype", "float32"]
+    argv = [sys.executable, "-m", "forebay", "serve", model, "--port", "0"]
     argv += ["--answer-cache", "0"]  # the engine is tested: what is asked twice is to be computed twice
     # One server at a time owns the conversations of a data folder.
     argv += options if "--data-dir" in options else ["--state-url", "off", *options]

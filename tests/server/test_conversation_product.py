@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from pathlib import Path
@@ -32,17 +33,25 @@ async def ask(served: Product, messages: list[Any], session: str | None) -> Any:
         )
 
 
+def tier(answer: Any) -> tuple[str, bool]:
+    """Where the beginning of the prompt came from, and whether any of it was known."""
+    details = answer.usage.prompt_tokens_details
+    return details.model_extra["tier"], details.cached_tokens > 0
+
+
 async def test_a_conversation_outlives_kill_9_of_the_whole_server(demo_model: ModelFiles, tmp_path: Path) -> None:
     """Each turn's prompt has as many tokens as that of a client who sends the whole conversation, and gets the same
-    answer."""
+    answer. After the restart its KV comes from disk."""
     options = ["--data-dir", str(tmp_path / "data"), "--kv-memory", "64MiB"]
     known: list[Any] = []
+    tiers: list[tuple[str, bool]] = []
     for part in (QUESTIONS[:2], QUESTIONS[2:]):
         with product(str(demo_model.path), tmp_path, *options) as served:
             for question in part:
                 new = [*([] if known else [SYSTEM]), {"role": "user", "content": question}]
                 known += new
                 kept = await ask(served, new, "s")
+                tiers.append(tier(kept))
                 whole = await ask(served, known, None)
                 assert kept.usage.prompt_tokens == whole.usage.prompt_tokens
                 assert kept.choices[0].message.content == whole.choices[0].message.content
@@ -52,6 +61,7 @@ async def test_a_conversation_outlives_kill_9_of_the_whole_server(demo_model: Mo
             served.process.send_signal(signal.SIGKILL)
             assert not psutil.wait_procs(children, 10)[1]
     assert len(known) == 9
+    assert tiers == [("none", False), ("device", True), ("disk", True), ("device", True)]
 
 
 async def test_the_next_turn_finds_all_that_was_read_and_written(demo_model: ModelFiles, tmp_path: Path) -> None:
@@ -68,6 +78,18 @@ async def test_the_next_turn_finds_all_that_was_read_and_written(demo_model: Mod
             known = turn.usage.total_tokens - 1
         assert turn.choices[0].finish_reason == "length"
         assert "rewrites earlier turns" not in served.log.read_text()
+        # What is deleted leaves nothing: neither in the store nor on disk.
+        kept = list((tmp_path / "data").glob("cache/*/kv-*/*.kv"))
+        assert len(kept) == known // 16
+        async with httpx.AsyncClient(base_url=served.url) as client:
+            assert (await client.delete("/v1/sessions/s")).status_code == 200
+            assert (await client.delete("/v1/sessions/s")).status_code == 404
+        end = time.monotonic() + 5
+        while any(path.exists() for path in kept):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        fresh = await ask(served, [SYSTEM, {"role": "user", "content": "请写一句话 about pandas."}], "s")
+        assert tier(fresh) == ("none", False)
 
 
 async def test_an_own_valkey_that_is_killed_comes_back_with_its_conversations(

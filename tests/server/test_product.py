@@ -172,7 +172,7 @@ async def test_stop_strings_never_leak(http: httpx.AsyncClient) -> None:
 
 
 async def test_laws_9_and_12_a_crowd_gets_the_answers_that_each_gets_alone(http: httpx.AsyncClient) -> None:
-    """Law 9 through the whole product, in float32, with bad neighbours in between (law 12)."""
+    """Law 9 through the whole product, as it is served by default, with bad neighbours in between (law 12)."""
     asked = [words(20 + 11 * i, i) for i in range(12)]
 
     async def bad() -> int:

@@ -83,7 +83,7 @@ def test_only_one_with_fixed_slots_is_started_twice() -> None:
     plans = {name: suite.plan(suites.Size(), "s", 60.0) for name, suite in suites.SUITES.items()}
     assert suites.starts(Contestant("a", ""), plans) == [(64, list(plans))]
     fixed = Contestant("b", "", fixed_slots=True)
-    assert suites.starts(fixed, plans) == [(16, ["single", "batch", "multiturn", "repeat"]), (64, ["burst"])]
+    assert suites.starts(fixed, plans) == [(16, ["single", "batch", "multiturn", "repeat", "cached"]), (64, ["burst"])]
     assert suites.starts(fixed, {"single": plans["single"]}) == [(1, ["single"])]
 
 
@@ -99,6 +99,7 @@ def test_the_plans_are_those_that_are_promised() -> None:
         "burst": (64, 64, 1, 300, 100),
         "multiturn": (16, 16, 4, 300, 60),
         "repeat": (16, 64, 1, 300, 100),
+        "cached": (16, 64, 1, 300, 100),
     }
     assert not any(plan.warmup or plan.strict_openai for plan in plans.values())
     small = suites.SUITES["burst"].plan(suites.Size(10, 5, shrink=100), "s", 60.0)

@@ -5,6 +5,7 @@ import pytest
 from forebay.engine.kv.capacity import OutputGuess, pages_of, pool_pages, predicted_peak
 from forebay.engine.kv.pages import PAGE_SIZE, Pages
 from forebay.engine.kv.radix import Node, PrefixTree
+from forebay.engine.kv.tiers import Realm
 
 
 def page_key(n: int) -> tuple[int, ...]:
@@ -21,7 +22,7 @@ def grow(pages: Pages, tree: PrefixTree, *keys: int, salt: str = "") -> tuple[li
     assert table is not None
     path: list[Node] = []
     for i, n in enumerate(keys):
-        node = tree.insert(salt, path[-1] if path else None, page_key(n), table[i])
+        node = tree.insert(Realm(salt), path[-1] if path else None, page_key(n), table[i])
         if node.page != table[i]:
             pages.share([node.page])
             pages.drop([table[i]])
@@ -58,10 +59,10 @@ def test_salts_share_nothing() -> None:
     pages = Pages(8)
     tree = PrefixTree(pages)
     table, path = grow(pages, tree, 1, 2, salt="a")
-    assert tree.match("a", ids(1, 2, 3), 3) == path
-    assert tree.match("b", ids(1, 2, 3), 3) == []
-    assert tree.match("a", ids(1, 2, 3), 1) == path[:1]
-    assert tree.match("a", ids(2, 1), 2) == []
+    assert tree.match(Realm("a"), ids(1, 2, 3), 3) == path
+    assert tree.match(Realm("b"), ids(1, 2, 3), 3) == []
+    assert tree.match(Realm("a"), ids(1, 2, 3), 1) == path[:1]
+    assert tree.match(Realm("a"), ids(2, 1), 2) == []
     tree.idle(pages.drop(table))
     assert tree.evict(2) == 2
     pages.check([], tree.all_pages())
@@ -74,10 +75,10 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     new, _ = grow(pages, tree, 1, 3)
     tree.idle(pages.drop(old))
     tree.idle(pages.drop(new))
-    tree.touch(tree.match("", ids(1, 2), 2))
+    tree.touch(tree.match(Realm(), ids(1, 2), 2))
     assert tree.evict(1) == 1
-    assert len(tree.match("", ids(1, 2), 2)) == 2
-    assert len(tree.match("", ids(1, 3), 2)) == 1
+    assert len(tree.match(Realm(), ids(1, 2), 2)) == 2
+    assert len(tree.match(Realm(), ids(1, 3), 2)) == 1
 
 
 def test_pinned_and_held_pages_stay() -> None:

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from forebay.engine.kv.capacity import OutputGuess
+from forebay.engine.kv.tiers import Realm
 from forebay.engine.sequence import End, GenSpec, Sequence, State
 
 
@@ -400,6 +401,42 @@ def test_pages_of_an_expired_conversation_are_not_saved() -> None:
     assert len(h.lower.kept) < 8
 
 
+def test_tenants_share_what_is_declared_public_and_nothing_behind_it() -> None:
+    h = Harness(n_pages=60, max_batch=4, token_budget=200)
+    system, mine = list(range(40)), [7] * 60
+
+    def asked(id: int, salt: str, public: int, ids: list[int]) -> int:
+        h.submit(GenSpec(id, ids, 5, salt=salt, public=public))
+        h.run()
+        assert h.tokens(id) == expected(GenSpec(id, ids, 5))
+        return h.news[id][0].cached
+
+    assert asked(1, "a", 2, [*system, *mine]) == 0
+    assert asked(2, "b", 2, [*system, *mine]) == 32  # the very same prompt, of another tenant
+    assert asked(3, "a", 2, [*system, *mine, 1]) == 96
+    assert asked(4, "c", 0, [*system, *mine]) == 0  # who declares nothing shares nothing
+    assert asked(5, "c", 0, [*system, *mine, 1]) == 96
+
+
+def test_what_a_tenant_deletes_leaves_the_public_part_to_the_others() -> None:
+    h = Harness(n_pages=60, max_batch=4, token_budget=200, lower=100)
+    system = list(range(40))
+    for id, salt in enumerate("ab", 1):
+        h.submit(GenSpec(id, [*system, *[id] * 60], 5, salt=salt, public=2, ttl=100.0))
+        h.run()
+    assert h.lower is not None
+    assert len(h.lower.kept) == 2 + 4 + 4
+    h.scheduler.purge(Realm("a", 2), [*system, *[1] * 60])
+    assert len(h.lower.kept) == 2 + 4
+    h.scheduler.tree.evict(60)
+    for id, salt, cached in ((3, "b", 96), (4, "a", 32)):
+        spec = GenSpec(id, [*system, *[5 - id] * 60, 3], 5, salt=salt, public=2)
+        h.submit(spec)
+        h.run()
+        assert h.news[id][0].cached == cached
+        assert h.tokens(id) == expected(spec)
+
+
 class Histories(RuleBasedStateMachine):
     """Any interleaving of orders, cancels, steps and bad guesses: laws 1 and 3 to 6 hold, every answer is right."""
 
@@ -422,15 +459,33 @@ class Histories(RuleBasedStateMachine):
         stop=st.lists(st.integers(0, 49), max_size=2),
         patience=st.sampled_from([None, None, None, 0, 5]),
         ttl=st.sampled_from([0, 20, 1000]),
+        public=st.integers(0, 3),
     )
     def submit(
-        self, prefix: int, n_prompt: int, max_tokens: int, salt: str, stop: list[int], patience: int | None, ttl: int
+        self,
+        prefix: int,
+        n_prompt: int,
+        max_tokens: int,
+        salt: str,
+        stop: list[int],
+        patience: int | None,
+        ttl: int,
+        public: int,
     ) -> None:
         id = len(self.orders) + 1
         deadline = None if patience is None else self.h.now + patience
         # Few distinct prefixes, so that the tree has much to share.
         ids = [(prefix * 11 + i) % 50 for i in range(n_prompt)] + ([id % 50] if id % 2 else [])
-        spec = GenSpec(id, ids, max_tokens, stop_ids=stop, salt=salt, deadline=deadline, ttl=ttl)
+        spec = GenSpec(
+            id,
+            ids,
+            max_tokens,
+            stop_ids=stop,
+            salt=salt,
+            deadline=deadline,
+            ttl=ttl,
+            public=min(public, len(ids) // 16),
+        )
         self.orders[id] = spec
         self.h.submit(spec)
 
@@ -441,7 +496,14 @@ class Histories(RuleBasedStateMachine):
         if done:
             before = self.orders[done[which % len(done)]]
             id = len(self.orders) + 1
-            spec = GenSpec(id, [*before.ids, *self.h.tokens(before.id), 7], 10, salt=before.salt, ttl=before.ttl)
+            spec = GenSpec(
+                id,
+                [*before.ids, *self.h.tokens(before.id), 7],
+                10,
+                salt=before.salt,
+                ttl=before.ttl,
+                public=before.public,
+            )
             self.orders[id] = spec
             self.h.submit(spec)
 
@@ -450,7 +512,7 @@ class Histories(RuleBasedStateMachine):
         """Maybe while it runs; its answer must be the same."""
         if self.orders:
             order = self.orders[which % len(self.orders) + 1]
-            self.h.scheduler.purge(order.salt, order.ids)
+            self.h.scheduler.purge(Realm(order.salt, order.public), order.ids)
 
     @rule(delay=st.integers(1, 5))
     def slow_down(self, delay: int) -> None:

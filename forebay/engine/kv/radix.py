@@ -1,7 +1,8 @@
 """The prefix tree: which token prefixes have their K and V in which pages.
 
 One node is one whole page under one parent, so the path to a node spells its whole prefix; children are found by
-the page's tokens themselves, compared in full (never by a hash alone). One root per salt: no sharing across.
+the page's tokens themselves, compared in full (never by a hash alone). One root per salt, and one for what all tenants
+share (``Realm``): no sharing across.
 Where SGLang's RadixAttention compresses runs of tokens into edges, whole pages make every edge one page and no
 node ever splits.
 
@@ -17,9 +18,8 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 
 from .pages import PAGE_SIZE, Pages
-from .tiers import Block, block_of, root_key
+from .tiers import Block, Key, Realm, block_of, root_key
 
-Key = tuple[int, ...]
 #: The page of a node that is no longer in the tree.
 GONE = -1
 
@@ -49,7 +49,7 @@ class Node:
             while isinstance(at, Node) and at._block is None:
                 lacking.append(at)
                 at = at.parent
-            above = root_key(at.salt) if isinstance(at, Root) else at.block.key
+            above = root_key(at.name) if isinstance(at, Root) else at.block.key
             for node in reversed(lacking):
                 node._block = block_of(above, node.key)
                 above = node._block.key
@@ -57,12 +57,12 @@ class Node:
 
 
 class Root:
-    """The empty prefix under one salt."""
+    """The empty prefix."""
 
-    __slots__ = ("children", "salt")
+    __slots__ = ("children", "name")
 
-    def __init__(self, salt: str) -> None:
-        self.salt = salt
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.children: dict[Key, Node] = {}
 
 
@@ -81,14 +81,14 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, salt: str, ids: Sequence[int], limit: int) -> list[Node]:
+    def match(self, realm: Realm, ids: Sequence[int], limit: int) -> list[Node]:
         """The longest known prefix of ``ids``, at most ``limit`` pages, as the path of its nodes."""
         path: list[Node] = []
-        parent: Node | Root | None = self._roots.get(salt)
+        parent: Node | Root | None = self._roots.get(realm.root)
         if parent is None:
             return path
         for i in range(min(limit, len(ids) // PAGE_SIZE)):
-            node = parent.children.get(tuple(ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]))
+            node = parent.children.get(realm.key(ids, i))
             if node is None:
                 break
             path.append(node)
@@ -104,14 +104,14 @@ class PrefixTree:
             self._offer(path[-1])
 
     def insert(
-        self, salt: str, parent: Node | None, key: Key, page: int, worth: float = 0.0, until: float = 0.0
+        self, realm: Realm, parent: Node | None, key: Key, page: int, worth: float = 0.0, until: float = 0.0
     ) -> Node:
-        """Add one page (held by the caller's table) under ``parent`` (None: the salt's root).
+        """Add one page (held by the caller's table) under ``parent`` (None: the realm's root).
 
         Returns the canonical node. Where it has another page than the one given, that prefix was known already:
         the caller must put the canonical page into its table before it drops its own (law 4).
         """
-        above = parent if parent is not None else self._roots.setdefault(salt, Root(salt))
+        above = parent if parent is not None else self._roots.setdefault(realm.root, Root(realm.root))
         node = above.children.get(key)
         self._tick += 1
         if node is None:
@@ -182,7 +182,7 @@ class PrefixTree:
         if isinstance(node.parent, Node):
             self._offer(node.parent)
         elif not node.parent.children:
-            del self._roots[node.parent.salt]
+            del self._roots[node.parent.name]
 
     def _offer(self, node: Node) -> None:
         """Put a node up for eviction if it is a leaf that nobody needs."""

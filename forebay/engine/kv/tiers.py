@@ -14,6 +14,27 @@ from typing import NamedTuple, Protocol
 
 from .pages import PAGE_SIZE
 
+#: A page's place under the one before it: its tokens. The first behind what all tenants share has the salt in front.
+Key = tuple[int | str, ...]
+#: The root of what all tenants share: no salt, which is a hash or nothing, is written so.
+PUBLIC = "public"
+
+
+class Realm(NamedTuple):
+    """Who may share pages: sequences of one ``salt``, and of any salt those whose first ``public`` pages are the same
+    (and declared to be nobody's own)."""
+
+    salt: str = ""
+    public: int = 0
+
+    @property
+    def root(self) -> str:
+        return PUBLIC if self.public else self.salt
+
+    def key(self, ids: Sequence[int], page: int) -> Key:
+        tokens = tuple(ids[page * PAGE_SIZE : (page + 1) * PAGE_SIZE])
+        return (self.salt, *tokens) if page == self.public > 0 else tokens
+
 
 class Block(NamedTuple):
     """One page's tokens under their key, and the key of the page before them."""
@@ -23,18 +44,22 @@ class Block(NamedTuple):
     ids: tuple[int, ...]
 
 
-def root_key(salt: str) -> bytes:
-    return hashlib.sha256(b"root" + salt.encode()).digest()
+def root_key(root: str) -> bytes:
+    return hashlib.sha256(b"root" + root.encode()).digest()
 
 
-def block_of(parent: bytes, ids: tuple[int, ...]) -> Block:
+def block_of(parent: bytes, key: Key) -> Block:
+    salt = "".join(part for part in key[:1] if isinstance(part, str))
+    if salt:
+        parent = hashlib.sha256(b"salt" + parent + salt.encode()).digest()
+    ids = tuple(part for part in key if isinstance(part, int))
     return Block(hashlib.sha256(parent + array("q", ids).tobytes()).digest(), parent, ids)
 
 
-def blocks_of(parent: bytes, ids: Sequence[int], first: int, end: int) -> Iterator[Block]:
+def blocks_of(realm: Realm, parent: bytes, ids: Sequence[int], first: int, end: int) -> Iterator[Block]:
     """Those of the pages ``first`` to before ``end`` of a sequence; ``parent`` is the key of the page before."""
-    for i in range(first, end):
-        block = block_of(parent, tuple(ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]))
+    for page in range(first, end):
+        block = block_of(parent, realm.key(ids, page))
         yield block
         parent = block.key
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from .pages import PAGE_SIZE, Pages
 from .radix import GONE, Node, PrefixTree
-from .tiers import Arrival, Offer, Tiers, blocks_of, root_key
+from .tiers import Arrival, Offer, Realm, Tiers, blocks_of, root_key
 
 #: Pages copied out of the pool between two steps, so that no step waits for long.
 SAVES_PER_STEP = 16
@@ -25,8 +25,11 @@ TIDY = 60.0
 class Fetch:
     """Pages on their way to the pool, behind ``path``. ``table`` holds both until they are there or have failed."""
 
-    def __init__(self, salt: str, ttl: float, path: list[Node], pages: list[int], offer: Offer) -> None:
-        self.salt = salt
+    def __init__(
+        self, realm: Realm, ids: Sequence[int], ttl: float, path: list[Node], pages: list[int], offer: Offer
+    ) -> None:
+        self.realm = realm
+        self.ids = ids
         self.ttl = ttl
         self.path = path
         self.pages = pages
@@ -51,13 +54,13 @@ class Traffic:
     def busy(self) -> bool:
         return bool(self.fetches or self._unsaved)
 
-    def fetch(self, salt: str, ids: Sequence[int], path: list[Node], most: int, ttl: float) -> Fetch | None:
+    def fetch(self, realm: Realm, ids: Sequence[int], path: list[Node], most: int, ttl: float) -> Fetch | None:
         """Begin to fetch what lower tiers have of the pages behind ``path``, up to ``most`` in all; or the fetch that
         is at it already. None: there is none, or no room."""
         if len(path) >= most:
             return None
-        parent = path[-1].block.key if path else root_key(salt)
-        offer = self.tiers.find(blocks_of(parent, ids, len(path), most))
+        parent = path[-1].block.key if path else root_key(realm.root)
+        offer = self.tiers.find(blocks_of(realm, parent, ids, len(path), most))
         if offer is None:
             return None
         for other in self.fetches:
@@ -71,7 +74,7 @@ class Traffic:
         if pages is None:
             self.tree.idle(self._pages.drop(node.page for node in path))
             return None
-        fetch = Fetch(salt, ttl, path, pages, offer)
+        fetch = Fetch(realm, ids, ttl, path, pages, offer)
         fetch.arrival = self.tiers.fetch(offer, pages)
         self.fetches.append(fetch)
         return fetch
@@ -95,7 +98,8 @@ class Traffic:
         at = fetch.path[-1] if fetch.path else None
         for i in range(came):
             page = fetch.pages[i]
-            at = self.tree.insert(fetch.salt, at, fetch.blocks[i].ids, page, *self.worth(fetch.ttl))
+            key = fetch.realm.key(fetch.ids, len(fetch.path) + i)
+            at = self.tree.insert(fetch.realm, at, key, page, *self.worth(fetch.ttl))
             if at.page != page:  # computed meanwhile
                 self._pages.share([at.page])
                 fetch.table[len(fetch.path) + i] = at.page
@@ -116,10 +120,11 @@ class Traffic:
         for one in reversed(path[max(0, len(path) + len(self._unsaved) - MOST_UNSAVED) :]):
             self._unsaved.append(one)
 
-    def forget(self, salt: str, ids: Sequence[int]) -> None:
+    def forget(self, realm: Realm, ids: Sequence[int]) -> None:
         """Free what only this sequence of tokens has, in all tiers."""
-        self.tree.prune(self.tree.match(salt, ids, len(ids) // PAGE_SIZE))
-        self.tiers.forget(list(blocks_of(root_key(salt), ids, 0, len(ids) // PAGE_SIZE)))
+        end = len(ids) // PAGE_SIZE
+        self.tree.prune(self.tree.match(realm, ids, end)[realm.public :])
+        self.tiers.forget(list(blocks_of(realm, root_key(realm.root), ids, 0, end))[realm.public :])
 
     def _evicted(self, node: Node) -> None:
         if node.until > self._now:

@@ -68,7 +68,7 @@ class Campaign:
         self._turns = turns
         self._seed = seed
         pick = random.Random(seed)  # noqa: S311 - a workload, not a secret
-        self._codes = [f"{pick.choice(WORDS)}-{pick.randrange(10**6):06}" for _ in range(sessions)]
+        self.codes = [f"{pick.choice(WORDS)}-{pick.randrange(10**6):06}" for _ in range(sessions)]
         self._model = ""
 
     async def run(self, at_once: int = 32) -> Seen:
@@ -94,17 +94,17 @@ class Campaign:
             text = f"{prompt(f'{self._seed}/{number}', turn, 20)} ({number}.{turn}) What is the secret code?"
             said = [{"role": "user", "content": text}]
             if turn == 0:
-                said.insert(0, {"role": "system", "content": f"The secret code is {self._codes[number]}."})
+                said.insert(0, {"role": "system", "content": f"The secret code is {self.codes[number]}."})
             leaves = pick.random() < 0.1
             body = self._body(said) | {"conversation": conversation, "stream": leaves}
             _, whole = await self._patiently(session, number, "responses", body)
             if whole is not None:
-                self._look(number, whole)
+                self.look(number, whole)
                 kept.append(text)
             if turn == 0:
                 await self._probe(session, number, said)
             await asyncio.sleep(pick.random() * 0.2)
-        await self._compare(session, number, conversation, kept)
+        await self._read_back(session, number, conversation, kept)
 
     async def _patiently(
         self, session: aiohttp.ClientSession, number: int, door: str, body: dict[str, Any] | None
@@ -133,13 +133,13 @@ class Campaign:
             await asyncio.sleep(0.5)
         raise RequestFailed(f"session {number} was refused {_TRIES} times")
 
-    def _look(self, number: int, whole: dict[str, Any]) -> None:
+    def look(self, number: int, whole: dict[str, Any]) -> None:
         text = "".join(part["text"] for item in whole["output"] for part in item["content"])
         self.seen.turns += 1
         self.seen.tiers[whole["usage"]["input_tokens_details"]["tier"]] += 1
-        self.seen.own_code += self._codes[number] in text
-        for other, code in enumerate(self._codes):
-            if code in text and code != self._codes[number]:
+        self.seen.own_code += self.codes[number] in text
+        for other, code in enumerate(self.codes):
+            if code in text and code != self.codes[number]:
                 self.seen.faults.append(f"session {number} was told the code of {other}")
 
     async def _probe(self, session: aiohttp.ClientSession, number: int, said: list[dict[str, str]]) -> None:
@@ -157,14 +157,17 @@ class Campaign:
             if cached or response.headers["x-cache"] != "miss":
                 self.seen.faults.append(f"{cached} tokens of session {number} were cached for the other tenant")
 
-    async def _compare(self, session: aiohttp.ClientSession, number: int, conversation: str, kept: list[str]) -> None:
-        """Every acknowledged turn is there, once and in order; those that were left may be, or not."""
+    async def _read_back(self, session: aiohttp.ClientSession, number: int, conversation: str, kept: list[str]) -> None:
         door = f"conversations/{conversation}/items?limit=100&order=asc"
         _, items = await self._patiently(session, number, door, None)
         said = [item["content"][0]["text"] for item in items["data"] if item["role"] == "user"]
-        if [text for text in said if text in kept] != kept:
-            lost = [text for text in kept if text not in said]
-            self.seen.faults.append(f"session {number}: {len(said)} of {len(kept)} turns there, lost {lost[:2]}")
+        self.compare(number, said, kept)
+
+    def compare(self, number: int, there: list[str], kept: list[str]) -> None:
+        """Every acknowledged turn is there, once and in order; those that were left may be, or not."""
+        if [text for text in there if text in kept] != kept:
+            lost = [text for text in kept if text not in there]
+            self.seen.faults.append(f"session {number}: {len(there)} turns there, {len(kept)} kept, lost {lost[:2]}")
 
     def _body(self, said: list[dict[str, str]]) -> dict[str, Any]:
         return {"model": self._model, "input": said, "temperature": 0, "max_output_tokens": 16}

@@ -17,8 +17,9 @@ import tiny_models
 from tiny import Judge
 
 from forebay.backends.local import LocalBackend
+from forebay.backends.secret import server_secret
 from forebay.catalog import ModelFiles, read_meta
-from forebay.config import EngineSettings, Settings
+from forebay.config import EngineSettings, PathSettings, Settings
 from forebay.contract import (
     ContextTooLong,
     DeadlineExceeded,
@@ -29,6 +30,7 @@ from forebay.contract import (
     Message,
     Prepared,
     Resume,
+    Unsupported,
 )
 from forebay.text.detokenize import Detokenizer
 from forebay.text.template import ChatTemplate
@@ -412,3 +414,51 @@ async def said(backend: LocalBackend, prepared: Prepared) -> AsyncIterator[Delta
     async with backend.open(prepared) as deltas:
         async for delta in deltas:
             yield delta
+
+
+async def test_a_system_message_that_is_declared_public_is_shared_and_nothing_behind_it(
+    model: tuple[ModelFiles, Judge], tmp_path: Path
+) -> None:
+    text = "you are a clerk of the quick brown fox and answer in one short sentence " * 3
+    (tmp_path / "system.txt").write_text(text + "\n")
+    engine = EngineSettings(dtype="float32", device="cpu", kv_memory=2**22, threads=1, max_batch=2)
+    paths = PathSettings(data_dir=tmp_path, public_system=tmp_path / "system.txt")
+    async with LocalBackend(model[0], Settings(engine=engine, paths=paths)) as backend:
+        await backend.wait_ready()
+
+        async def cached(salt: str, system: str) -> int:
+            said = (Message("system", system), Message("user", "the lazy dog " * 10))
+            return (await run(backend, ask(messages=said, salt=salt)))[-1].usage.cached_tokens
+
+        said = Message("system", text.strip())
+        one, other = [(await backend.tokenize((said, Message("user", word)))).ids for word in ("cat", "dog")]
+        public = next(i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+        own = "another clerk " * 20
+        assert [await cached(salt, text.strip()) for salt in ("a", "b")] == [0, public // 16 * 16]
+        assert [await cached(salt, own) for salt in ("a", "b")] == [0, 0]
+        assert await cached("b", text.strip()) > public
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+async def test_a_public_system_message_that_cannot_be_read_ends_the_start(
+    model: tuple[ModelFiles, Judge], tmp_path: Path, content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "system.txt").write_bytes(content)
+    paths = PathSettings(data_dir=tmp_path, public_system=tmp_path / "system.txt")
+    with pytest.raises(Unsupported, match="public-system"):
+        async with LocalBackend(model[0], Settings(paths=paths)):
+            pass
+
+
+def test_a_servers_secret_is_its_own_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = server_secret(tmp_path / "a")
+    assert len(secret) == 32
+    assert server_secret(tmp_path / "a") == secret != server_secret(tmp_path / "b")
+    assert (tmp_path / "a" / "secret").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["secret"]
+    (tmp_path / "a" / "secret").write_bytes(b"short")
+    assert server_secret(tmp_path / "a") != server_secret(tmp_path / "a")
+    assert "damaged" in caplog.text
+    (tmp_path / "file").write_text("")
+    assert len(server_secret(tmp_path / "file")) == 32

@@ -221,3 +221,17 @@ async def test_request_id(client: httpx.AsyncClient, sent: str, echoed: bool) ->
         got = response.headers["x-request-id"]
         assert (got == sent) is echoed
         assert re.fullmatch(r"[A-Za-z0-9_.:-]{1,128}", got)
+
+
+async def test_a_clients_names_are_labels_only(client: httpx.AsyncClient, server: Served) -> None:
+    """Four at once under one request id are four requests; a salt of the client's own is refused, not believed."""
+    headers = {"x-request-id": "the-same"}
+    asked = [body(messages=[{"role": "user", "content": f"word {'x ' * i}"}]) for i in range(4)]
+    url = "/v1/chat/completions"
+    answers = await asyncio.gather(*(client.post(url, json=one, headers=headers) for one in asked))
+    assert {answer.headers["x-request-id"] for answer in answers} == {"the-same"}
+    assert [answer.json()["usage"]["prompt_tokens"] for answer in answers] == [1 + i for i in range(4)]
+    assert len({answer.json()["id"] for answer in answers}) == 4
+    assert {request.salt for request in server.backend.requests} == {""}
+    refused = await client.post(url, json=body(cache_salt="other"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")

@@ -15,6 +15,7 @@ import pytest
 from product import Product, product
 
 from forebay.catalog import ModelFiles
+from forebay.state.embedded import EmbeddedValkey
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 SYSTEM = {"role": "system", "content": "You are a clerk. Answer in one short sentence."}
@@ -125,3 +126,45 @@ async def test_a_data_folder_has_one_server(demo_model: ModelFiles, tmp_path: Pa
         ):
             pass
         assert (await ask(served, [SYSTEM, {"role": "user", "content": "Hi"}], "s")).usage.prompt_tokens > 0
+
+
+async def test_two_processes_share_one_store(demo_model: ModelFiles, tmp_path: Path, embedded: EmbeddedValkey) -> None:
+    """Turn 1 on one, turn 2 on the other; of twenty at once some are answered, one after the other, and the rest are
+    told to come back; an idempotent retry is the same turn, wherever it is asked."""
+    options = ["--state-url", embedded.url, "--kv-memory", "64MiB"]
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with (
+        product(demo_model.id, tmp_path / "a", *options) as one,
+        product(demo_model.id, tmp_path / "b", *options) as two,
+        openai.OpenAI(base_url=one.url + "/v1", api_key="none", max_retries=0) as first,
+        openai.OpenAI(base_url=two.url + "/v1", api_key="none", max_retries=0) as second,
+    ):
+        ask: dict[str, Any] = {"model": demo_model.id, "temperature": 0, "max_output_tokens": 8}
+        ask["conversation"] = first.conversations.create().id
+        once = {"Idempotency-Key": "one"}
+        begun = first.responses.create(input="Name a river.", extra_headers=once, **ask)
+        assert second.responses.create(input="Name a river.", extra_headers=once, **ask).id == begun.id
+        went_on = second.responses.create(input="Another?", **ask)
+        assert went_on.usage is not None
+        assert begun.usage is not None
+        assert went_on.usage.input_tokens > begun.usage.total_tokens
+
+        async def turn(number: int) -> bool:
+            """Whether it was answered. On a busy machine the store may take too long: the same key tells then."""
+            url = (one, two)[number % 2].url + "/v1/responses"
+            headers, status = {"Idempotency-Key": f"turn {number}"}, 503
+            async with httpx.AsyncClient(timeout=60) as client:
+                while status == 503:
+                    response = await client.post(url, json=ask | {"input": f"{number}"}, headers=headers)
+                    status = response.status_code
+            assert status in (200, 409), response.text
+            return status == 200
+
+        done = [number for number, well in enumerate(await asyncio.gather(*map(turn, range(20)))) if well]
+        assert 0 < len(done) < 20
+        items = list(second.conversations.items.list(ask["conversation"], order="asc", limit=100))
+        said = [item.content[0].text for item in items if item.type == "message" and item.role == "user"]  # type: ignore[union-attr]
+        assert said[:2] == ["Name a river.", "Another?"]
+        assert sorted(said[2:], key=int) == [str(number) for number in done]
+        assert [item.role for item in items] == ["user", "assistant"] * (2 + len(done))  # type: ignore[union-attr]

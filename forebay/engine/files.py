@@ -59,6 +59,7 @@ class PageFiles:
         self._quota = quota
         self._clock = clock
         self._lock = threading.Lock()
+        self._writes = True  # the last write went well; the first of many that do not is logged
         self._entries: dict[bytes, _Entry] = {}  # what expires first comes first, as far as that is known
         self.bytes = 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,9 +125,12 @@ class PageFiles:
             os.utime(fresh, (expires, expires))
             fresh.replace(path)
         except OSError as error:
-            log.warning("a page of the KV cache could not be written: %s", error)
+            if self._writes:
+                log.warning("the KV cache on disk cannot be written: %s", error)
+            self._writes = False
             fresh.unlink(missing_ok=True)
             return False
+        self._writes = True
         with self._lock:
             self._drop(block.key)
             self._add(block.key, _Entry(expires, size, block.parent))
@@ -198,9 +202,9 @@ def _digest(head: bytes, page: Bytes) -> bytes:
     return digest.digest()
 
 
-def sweep(parent: Path, keep: Path) -> None:
-    """Remove what has expired of other layouts: folders ``kv-*`` beside ``keep`` in ``parent``."""
-    for folder in parent.glob("kv-*"):
+def sweep(cache: Path, keep: Path) -> None:
+    """Remove what has expired of other models and layouts: folders ``<model>/kv-*`` in ``cache``, other than ``keep``."""
+    for folder in cache.glob("*/kv-*"):
         if folder == keep or not folder.is_dir():
             continue
         for path in folder.glob("*" + _SUFFIX):

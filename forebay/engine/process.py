@@ -141,7 +141,7 @@ def _tiers(files: ModelFiles, settings: EngineSettings, built: Built, page_cost:
         folder = cache / f"kv-{built.layout.hex()[:16]}"
         try:
             found = PageFiles(folder, built.layout, pool.page_bytes, settings.kv_disk)
-            sweep(cache, folder)
+            sweep(cache.parent, folder)
         except OSError as error:
             log.warning("no KV cache on disk: %s", error)
     if found is None and host < pool.page_bytes:

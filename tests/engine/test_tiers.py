@@ -133,14 +133,16 @@ def test_tenants_share_no_tier(start: Start) -> None:
 def test_another_layout_finds_nothing_and_leaves_the_files_to_their_owner(start: Start, tmp_path: Path) -> None:
     start().ask(prompt(150))
     kept = {path: path.read_bytes() for path in (tmp_path / "kv").iterdir()}
-    (tmp_path / "kv").rename(tmp_path / "kv-old")
+    old = tmp_path / "model" / "kv-old"
+    old.parent.mkdir()
+    (tmp_path / "kv").rename(old)
     assert start(layout=bytes(32)).ask(prompt(150)).cached == 0
     sweep(tmp_path, tmp_path / "kv")
-    assert {tmp_path / "kv" / path.name for path in (tmp_path / "kv-old").iterdir()} == set(kept)
-    for path in (tmp_path / "kv-old").iterdir():
+    assert {tmp_path / "kv" / path.name for path in old.iterdir()} == set(kept)
+    for path in old.iterdir():
         os.utime(path, (1, 1))
     sweep(tmp_path, tmp_path / "kv")
-    assert not (tmp_path / "kv-old").exists()
+    assert not old.exists()
 
 
 def flip(at: int) -> Callable[[bytes], bytes]:
@@ -238,7 +240,7 @@ def test_a_deleted_conversation_is_in_no_tier_and_its_neighbour_stays(start: Sta
 
 
 def test_a_disk_that_is_full_costs_nothing_but_the_pages(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = start()
 
@@ -248,6 +250,7 @@ def test_a_disk_that_is_full_costs_nothing_but_the_pages(
     monkeypatch.setattr("forebay.engine.files.os.utime", full)
     assert len(rig.ask(prompt(150)).tokens) == 8
     assert rig.tiers.counts()["skipped"] == 9
+    assert caplog.text.count("No space left") == 1
     assert list((tmp_path / "kv").iterdir()) == []
 
 

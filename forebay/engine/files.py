@@ -203,7 +203,7 @@ def _digest(head: bytes, page: Bytes) -> bytes:
 
 
 def sweep(cache: Path, keep: Path) -> None:
-    """Remove what has expired of other models and layouts: folders ``<model>/kv-*`` in ``cache``, other than ``keep``."""
+    """Remove what has expired of other models and layouts: of ``<model>/kv-*`` in ``cache``, all but ``keep``."""
     for folder in cache.glob("*/kv-*"):
         if folder == keep or not folder.is_dir():
             continue

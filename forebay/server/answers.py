@@ -107,9 +107,13 @@ class Answers:
         def own(owner: Owner) -> bool:
             return owner.tenant == tenant and (tag is None or owner.tag == tag)
 
-        self._flights.forget(own)
         self.turns.forget(own)
-        gone = [key for key, entry in self._entries.items() if own(entry.owner)]
+        return self.forget(own)
+
+    def forget(self, which: Callable[[Owner], bool]) -> int:
+        """As ``purge``, but turns that run may still be joined."""
+        self._flights.forget(which)
+        gone = [key for key, entry in self._entries.items() if which(entry.owner)]
         return sum(isinstance(self._drop(key).value, tuple) for key in gone)
 
     def _entry(self, owner: Owner, value: _Value, size: int = 0) -> _Entry:

@@ -70,7 +70,8 @@ def _header(headers: Headers, name: str) -> str:
 class Conversation:
     """A turn that was begun, until it is kept or given up: ``close`` is to be called whatever happens.
 
-    ``instructions`` are for this prompt only, in which they come first.
+    ``instructions`` are for this prompt only, in which they come first. ``lost``: when it was to be kept or given up,
+    the session was another turn's, or no more.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Conversation:
         self._thought = 0
         self._finish: FinishReason | None = None
         self._over = False
+        self.lost = False
 
     @property
     def headers(self) -> dict[str, str]:
@@ -213,7 +215,11 @@ class Conversation:
             reasoning_tokens=self._thought,
             tier=self._usage.tier,
         )
-        await self._sessions.commit(self._begun, turn)
+        try:
+            await self._sessions.commit(self._begun, turn)
+        except Conflict:
+            self.lost = True
+            raise
         return turn
 
     async def close(self) -> None:
@@ -226,7 +232,7 @@ class Conversation:
                 self._finish = None
                 await self.keep()
             else:
-                await self._sessions.abort(self._begun)
+                self.lost = not await self._sessions.abort(self._begun)
         except Conflict:
             pass  # somebody took over: its lease had run out, or the session was deleted
         except ForebayError as error:

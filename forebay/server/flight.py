@@ -152,6 +152,10 @@ class Flights(Generic[_L]):
         found = self._listed.get(key)
         return found if found is not None and found[1].open else None
 
+    def pick(self, which: Callable[[_L], bool]) -> tuple[_L, Flight] | None:
+        """The same by its label."""
+        return next((found for found in self._listed.values() if found[1].open and which(found[0])), None)
+
     def begin(
         self,
         key: bytes,

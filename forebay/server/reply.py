@@ -151,7 +151,8 @@ class Reply(Response):
             frames += form.delta(index, delta)
             if delta.finish is not None:
                 frames += form.finish(index, delta.finish)
-            await wire.write(frames)
+            if frames:  # no news is no sign of life
+                await wire.write(frames)
 
         usage = await self._run(record, take)
         await wire.write(form.ending(usage), last=True)

@@ -33,13 +33,18 @@ _CONSTANT: Mapping[str, Any] = {
 
 class ResponseFormat:
     """One response. ``head`` is what responses.parse_response made of its request. ``replay``: the turn that is told
-    again, if it is one."""
+    again, if it is one. ``after``: the number of the last event that was seen before; a stream goes on behind it.
 
-    def __init__(self, id: str, head: Mapping[str, Any], replay: Turn | None = None) -> None:
+    Events are numbered by what is said, not by how it comes: one with text counts for each character, and has the
+    number of its last. So all streams of a response agree, of its pieces or of the whole (decision 0012).
+    """
+
+    def __init__(self, id: str, head: Mapping[str, Any], replay: Turn | None = None, after: int = -1) -> None:
         self._id = id
         self._turn = id[-32:]
         self._head = head
         self._replay = replay
+        self._after = after
         self._number = 0  # of the next event
         self._created = False
         self._open: _Kind | None = None
@@ -55,14 +60,9 @@ class ResponseFormat:
         return created + self._event("response.in_progress", response=running)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        # An event even without text, as in chats; but what has not begun may still begin with thinking.
         self._thinking += thinking_tokens(delta)
-        frames = b""
-        if delta.reasoning or (self._open == "reasoning" and not delta.text):
-            frames += self._say("reasoning", delta.reasoning)
-        if delta.text or (self._open == "message" and not delta.reasoning):
-            frames += self._say("message", delta.text)
-        return frames
+        frames = self._say("reasoning", delta.reasoning) if delta.reasoning else b""
+        return frames + self._say("message", delta.text) if delta.text else frames
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         self._finish = reason
@@ -108,6 +108,8 @@ class ResponseFormat:
     def _say(self, kind: _Kind, text: str) -> bytes:
         frames = b"" if self._open == kind else self._close() + self._begin(kind)
         self._said[kind].append(text)
+        self._number += len(text) - 1
+        text = text[-max(self._number - self._after, 1) :]  # of which the beginning may have been seen
         if kind == "reasoning":
             return frames + self._of_part("reasoning_text.delta", delta=text)
         return frames + self._of_part("output_text.delta", delta=text, logprobs=[])
@@ -149,8 +151,11 @@ class ResponseFormat:
         return self._event(f"response.{kind}", item_id=id, output_index=self._index, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: object) -> bytes:
-        data = _encode({"type": kind, "sequence_number": self._number, **fields})
+        number = self._number
         self._number += 1
+        if number <= self._after:
+            return b""
+        data = _encode({"type": kind, "sequence_number": number, **fields})
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from starlette.datastructures import Headers
 
 from ..contract import DeadlineExceeded, InvalidRequest
-from ..state.sessions import Begun
+from ..state.sessions import Begun, SessionKey
 from .flight import Flights, Member
 from .source import Source
 
@@ -56,6 +56,15 @@ class RunningTurns:
             )
         return None
 
+    def rejoin(self, key: SessionKey, fence: str, deadline: float) -> tuple[Member, Label] | None:
+        """The turn of a session that has this fence, from its beginning; if its door wants to know it later."""
+
+        def it(label: Label) -> bool:
+            return (label.begun.key, label.begun.fence) == (key, fence) and label.begun.about != b""
+
+        found = self._flights.pick(it)
+        return (Member(found[1], deadline), found[0]) if found is not None else None
+
     def begin(
         self, name: bytes, label: Label, source: Source, deadline: float, too_late: Callable[[], DeadlineExceeded]
     ) -> Member:
@@ -75,6 +84,11 @@ def last_event(headers: Headers) -> int | None:
     sent = headers.get("last-event-id")
     if sent is None:
         return None
+    return event_number(sent, "the header Last-Event-ID must be the id of an event that was sent", "last-event-id")
+
+
+def event_number(sent: str, fault: str, param: str) -> int:
+    """Raises InvalidRequest with ``fault`` and ``param`` unless it can be one of ours."""
     if not (sent.isascii() and sent.isdecimal() and len(sent) < 10):
-        raise InvalidRequest("the header Last-Event-ID must be the id of an event that was sent", param="last-event-id")
+        raise InvalidRequest(fault, param=param)
     return int(sent)

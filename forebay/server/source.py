@@ -117,13 +117,15 @@ async def _each(deltas: Sequence[Delta]) -> AsyncIterator[Delta]:
 
 
 class Kept:
-    """The answer of another source, as a turn of a conversation: it is kept before its end is told."""
+    """The answer of another source, as a turn of a conversation: it is kept before its end is told. ``lost`` is called
+    if the conversation is no longer the turn's."""
 
     numbers = (0,)
 
-    def __init__(self, source: Source, conversation: Conversation) -> None:
+    def __init__(self, source: Source, conversation: Conversation, lost: Callable[[], object]) -> None:
         self._source = source
         self._conversation = conversation
+        self._lost = lost
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[AsyncIterator[Delta]]]:
@@ -134,6 +136,8 @@ class Kept:
         finally:
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
+            # Not only in close: who is told of a failure and tries again at once must find the session free.
+            await self._conversation.close()
 
     async def _keeping(self, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta]:
         async for delta in deltas:
@@ -147,3 +151,5 @@ class Kept:
             await self._source.close()
         finally:
             await self._conversation.close()
+            if self._conversation.lost:
+                self._lost()

@@ -38,16 +38,23 @@ def new_session(*parts: str, idempotency: str) -> str:
     return f"conv_{hashlib.sha256(msgspec.msgpack.encode((*parts, idempotency))).hexdigest()[:32]}"
 
 
+def parts(own: Own, id: str) -> tuple[SessionKey, str] | None:
+    """A response's session and its turn, if it is an id."""
+    found = _RESPONSE.fullmatch(id)
+    return (own(f"conv_{found[1]}"), found[2]) if found is not None else None
+
+
 async def find_response(sessions: Sessions, own: Own, id: str, param: str | None) -> tuple[SessionKey, History, int]:
     """Where it is: its session, with the index of its turn. Raises ResponseNotFound."""
-    parts = _RESPONSE.fullmatch(id)
-    if parts is not None:
-        key = own(f"conv_{parts[1]}")
+    known = parts(own, id)
+    if known is not None:
+        key, fence = known
         history = await sessions.history(key)
         for index, turn in enumerate(history.turns):
-            if turn.id == parts[2] and turn.about:  # else it was asked for as something else
+            if turn.id == fence and turn.about:  # else it was asked for as something else
                 return key, history, index
-    raise ResponseNotFound(f"there is no response {id[:80]!r}, or no longer", param=param)
+    missing = f"there is no response {id[:80]!r}, or no longer; one that is being answered is there when it is done"
+    raise ResponseNotFound(missing, param=param)
 
 
 class Thread:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -26,15 +27,15 @@ from ..contract import (
     Prepared,
     Resume,
 )
-from ..state.sessions import Begun, Sessions, Turn
-from . import sse
+from ..state.sessions import Begun, Sessions
 from .answers import Answers, Form, Shortcut, shareable, wish
 from .auth import caller_of
 from .body import read_body
-from .conversation import Conversation, idempotency_key, replayed
+from .conversation import Conversation, idempotency_key
 from .flight import Member
-from .formats import Collected, Format
+from .formats import Format
 from .metrics import Result
+from .replay import replay
 from .reply import Reply
 from .running import Label, Owner, last_event
 from .sampling import Call
@@ -101,10 +102,10 @@ async def _known(request: Request, arrival: float, digest: bytes) -> Reply | Non
         return None
     form = await shortcut.form()
     found = state.answers.find(shortcut.key, arrival + state.settings.admission.queue_timeout)
-    return _reply(state, found, form, arrival, stream=shortcut.stream) if found is not None else None
+    return reply_of(state, found, form, arrival, stream=shortcut.stream) if found is not None else None
 
 
-def _reply(
+def reply_of(
     state: Any,
     found: tuple[Source, Result],
     form: Format,
@@ -114,6 +115,7 @@ def _reply(
     headers: Mapping[str, str] = _NONE,
     at: Member | None = None,
 ) -> Reply:
+    """``state`` is the application's. ``arrival`` and ``at``: see Reply."""
     source, result = found
     turn = state.metrics.turn(arrival, len(source.numbers), result)
     headers = {"x-cache": result, **headers}
@@ -191,7 +193,7 @@ class _Asking:
         if self._shared and self._arrived.digest is not None:
             shortcut = Shortcut(prepared[0].key, self._form, call.stream)
             self.answers.remember(self._arrived.digest, Owner(self._tenant), shortcut, len(self._arrived.body))
-        return _reply(self._state, found, form, self._arrived.arrival, stream=call.stream)
+        return reply_of(self._state, found, form, self._arrived.arrival, stream=call.stream)
 
     async def turn(self, begin: Begin, once: str, name: bytes | None = None) -> Response:
         """``once``: the idempotency key, or nothing. ``name``: under which it is to be joined."""
@@ -202,7 +204,7 @@ class _Asking:
             self._state.metrics.rejected(error)
             raise
         if begun.replay is not None:
-            return _replay(begun.replay, call, await self._form())
+            return replay(begun.replay, await self._form(), stream=call.stream, headers=_REPLAYED)
         conversation = Conversation(self._state.sessions, begun, self._asked[0].messages, call.instructions)
         try:
             prepared = await self._fit(conversation)
@@ -213,7 +215,9 @@ class _Asking:
             await conversation.close()
             raise
         if begun.fence:
-            source = Kept(source, conversation)
+            # It may have been deleted before the answer's flight was there to be forgotten.
+            lost = partial(self.answers.forget, lambda made_for: made_for == owner)
+            source = Kept(source, conversation, lost)
             if name is not None:
                 label = Label(owner, begun, conversation.headers)
                 too_late = self._state.gate.too_late
@@ -223,7 +227,7 @@ class _Asking:
     def follow(self, found: tuple[Source, Result], form: Format, headers: Mapping[str, str]) -> Response:
         source, stream = found[0], self._call.stream
         at = source if self._resumable and isinstance(source, Member) else None
-        return _reply(self._state, found, form, self._arrived.arrival, stream=stream, headers=headers, at=at)
+        return reply_of(self._state, found, form, self._arrived.arrival, stream=stream, headers=headers, at=at)
 
     async def _fit(self, conversation: Conversation) -> Prepared:
         backend, call = self._backend, self._call
@@ -267,19 +271,6 @@ def sessions_of(request: Request, param: str | None = "session_id") -> Sessions:
         named = f"{param}: " if param else ""
         raise InvalidRequest(f"{named}this server keeps no conversations (--state-url off)", param=param)
     return sessions
-
-
-def _replay(turn: Turn, call: Call, form: Format) -> Response:
-    """The answer that an idempotency key has had already."""
-    delta = replayed(turn)
-    if not call.stream:
-        whole = Collected()
-        whole.add(delta)
-        return Response(form.whole([whole], delta.usage), media_type="application/json", headers=_REPLAYED)
-    frames = [form.opening(0), form.delta(0, delta), form.finish(0, turn.finish or "length")]
-    body = b"".join([*frames, form.ending(delta.usage)])
-    own = {name.decode(): value.decode() for name, value in sse.HEADERS}
-    return Response(body, headers={**own, **_REPLAYED})
 
 
 def _check_ready(backend: Backend) -> None:

@@ -227,9 +227,9 @@ class Sessions:
         if not await self._store.run(scripts.COMMIT, _keys(owner), [*args, begun.idempotency, dropped, *packed]):
             raise Conflict("another turn of this session has begun meanwhile; this one is not kept")
 
-    async def abort(self, begun: Begun) -> None:
-        """Give the lease back, and leave the session as it was."""
-        await self._store.run(scripts.ABORT, _keys(begun.key.digest()), [begun.fence])
+    async def abort(self, begun: Begun) -> bool:
+        """Give the lease back, and leave the session as it was. Returns whether the turn still had it."""
+        return bool(await self._store.run(scripts.ABORT, _keys(begun.key.digest()), [begun.fence]))
 
     async def history(self, key: SessionKey) -> History:
         """What is kept of a session; nothing of one that there is not."""

@@ -23,7 +23,7 @@ from test_flight import GREEDY, STREAM, results, told
 
 from forebay.cli import main
 from forebay.config import AnswerSettings, KeySettings
-from forebay.contract import Delta, TokenLogprob, Usage
+from forebay.contract import Delta, GenRequest, Prepared, Resume, TokenLogprob, Usage
 from forebay.server.answers import Answers, Shortcut
 from forebay.server.running import Owner, RunningTurns
 from forebay.state.embedded import EmbeddedValkey
@@ -317,6 +317,43 @@ async def test_a_conversations_answers_can_be_purged(embedded: EmbeddedValkey) -
         assert answers.purge("", SessionKey("", "u", "purged").digest()) == 1
         assert await kind(client, {**GREEDY, "session_id": "new"}) == "miss"
         assert await kind(client, {**GREEDY, "seed": 4}) == "hit"
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_what_is_prepared_while_its_conversation_is_deleted_is_not_kept(
+    embedded: EmbeddedValkey, leaves: bool
+) -> None:
+    """Nobody knows yet of the answer when the conversation's answers are forgotten. Also where its client leaves, and
+    it is told to another only."""
+
+    class Slow(ScriptedBackend):
+        go = asyncio.Event()
+
+        async def prepare(self, request: GenRequest, resume: Resume | None = None) -> Prepared:
+            prepared = await super().prepare(request, resume)
+            await self.go.wait()
+            return prepared
+
+    backend = Slow(say(first=0.3))
+    async with (
+        served(backend, state_url=embedded.url) as running,
+        httpx.AsyncClient(base_url=running.url) as client,
+    ):
+        asking = asyncio.create_task(client.post(CHAT, json={**GREEDY, "session_id": "deleted"}))
+        await until(lambda: len(backend.requests) == 1)
+        assert (await client.delete("/v1/sessions/deleted")).status_code == 200
+        backend.go.set()
+        if leaves:
+            await until(lambda: backend.running == 1)
+            other = asyncio.create_task(kind(client, GREEDY))
+            await until(lambda: results(running)["coalesced"] == 1)
+            asking.cancel()
+            await until(lambda: count(running, "forebay:cancelled_total") == 1)
+            assert await other == "coalesced"
+        else:
+            assert (await asking).status_code == 409
+        assert await kind(client, {**GREEDY, "session_id": f"after {leaves}"}) == "miss"
+        assert await kind(client, GREEDY) == "hit"
 
 
 # How much, and for how long

@@ -17,7 +17,7 @@ from scripted import MODEL, ScriptedBackend, Served, served, until
 from forebay.contract import Delta, EngineFailure, GenRequest, Message, Prepared, Resume
 from forebay.server.conversation import Conversation
 from forebay.state.embedded import EmbeddedValkey
-from forebay.state.sessions import Begun, History, SessionKey, Turn
+from forebay.state.sessions import Begun, History, SessionKey, Sessions, Turn
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -90,6 +90,19 @@ async def test_sessions_are_a_users_own(server: Served, http: httpx.AsyncClient,
 
 async def test_one_turn_at_a_time_over_two_servers(embedded: EmbeddedValkey, name: str) -> None:
     """Twenty at once: some are answered, one after the other, and the rest told to try again."""
+
+    async def ask(url: str, text: str) -> httpx.Response:
+        """On a machine with much to do the store may take too long. Then nobody knows whether it was a turn, until the
+        same key has its answer."""
+        once, unknown = {"idempotency-key": text}, False
+        async with asyncio.timeout(30):
+            while True:
+                response = await client.post(url, json=turn(text, session_id=name), headers=once)
+                unknown = unknown or response.status_code == 503
+                if response.status_code == 200 or not unknown:
+                    return response
+                await asyncio.sleep(0.1)
+
     slow = scripted.say(pause=0.02)
     async with (
         served(ScriptedBackend(slow, capacity=20), state_url=embedded.url) as one,
@@ -97,9 +110,7 @@ async def test_one_turn_at_a_time_over_two_servers(embedded: EmbeddedValkey, nam
         httpx.AsyncClient(timeout=30) as client,
     ):
         urls = [(one, two)[i % 2].url + CHAT for i in range(20)]
-        responses = await asyncio.gather(
-            *(client.post(url, json=turn(str(i), session_id=name)) for i, url in enumerate(urls))
-        )
+        responses = await asyncio.gather(*(ask(url, str(i)) for i, url in enumerate(urls)))
         done = [i for i, response in enumerate(responses) if response.status_code == 200]
         refused = [response for response in responses if response.status_code == 409]
         assert len(done) + len(refused) == 20
@@ -110,7 +121,7 @@ async def test_one_turn_at_a_time_over_two_servers(embedded: EmbeddedValkey, nam
             assert response.json()["error"]["code"] == "turn_in_progress"
         # Turn 1 on one server, turn 2 on the other.
         for number, url in enumerate(urls[:2]):
-            assert (await client.post(url, json=turn(f"last {number}", session_id=name))).status_code == 200
+            assert (await ask(url, f"last {number}")).status_code == 200
         messages = two.backend.requests[-1].messages
         users = [m.content for m in messages if m.role == "user"]
         assert sorted(users[:-2], key=int) == sorted(map(str, done), key=int)
@@ -215,6 +226,39 @@ async def test_a_turn_that_fails_before_its_first_token_was_none(embedded: Embed
         ]
         assert statuses == [200, 500, 500, 200]
         assert backend.requests[-1].messages == says("one", ANSWER, "three", "word ", "four")
+
+
+@pytest.mark.parametrize("once", [{}, {"idempotency-key": "k"}])
+@pytest.mark.parametrize(("stream", "hold"), [(False, 10.0), (True, 10.0), (True, 0.0)])
+async def test_who_is_told_of_a_failure_finds_the_session_free(
+    embedded: EmbeddedValkey,
+    name: str,
+    stream: bool,
+    hold: float,
+    once: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long it takes to give the session back."""
+    abort = Sessions.abort
+
+    async def slow(self: Sessions, begun: Begun) -> bool:
+        await asyncio.sleep(0.2)
+        return await abort(self, begun)
+
+    monkeypatch.setattr(Sessions, "abort", slow)
+    backend = ScriptedBackend(scripted.fail(EngineFailure("x"), pause=0.1))
+    async with (
+        served(backend, state_url=embedded.url, stream_hold=hold) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+    ):
+        async with client.stream("POST", CHAT, json=turn("one", session_id=name, stream=stream), headers=once) as told:
+            async for piece in told.aiter_text():
+                if "engine_failure" in piece:
+                    break
+            assert told.status_code == (500 if hold else 200)
+            backend.script = scripted.say()
+            assert (await client.post(CHAT, json=turn("two", session_id=name))).status_code == 200
+        assert backend.requests[-1].messages == says("two")
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -16,10 +17,12 @@ from ..auth import caller_of
 from ..conversation import own_key
 from ..formats import Format
 from ..items import no_query, page, said_items
+from ..replay import replay
 from ..response_format import ResponseFormat, kept_response
 from ..responses import parse_response
-from ..threads import Thread, find_response, response_id, unkept_id
-from ..turn import answer, let_in, naming, sessions_of
+from ..running import event_number
+from ..threads import Thread, find_response, parts, response_id, unkept_id
+from ..turn import answer, let_in, naming, reply_of, sessions_of
 from .sessions import purge
 
 
@@ -58,10 +61,34 @@ async def create_response(request: Request) -> Response:
 
 
 async def get_response(request: Request) -> Response:
-    """A response that was kept."""
-    no_query(request.query_params)
+    """A response that was kept. With `stream=true` its events behind number `starting_after`, or all; then also one
+    that is being answered here with an Idempotency-Key."""
+    params = request.query_params
+    no_query(params, "stream", "starting_after")
+    stream, sent = params.get("stream", "false"), params.get("starting_after")
+    if stream not in ("true", "false"):
+        raise InvalidRequest("stream: must be true or false", param="stream")
+    if stream == "true":
+        return await _events(request, sent)
+    if sent is not None:
+        raise InvalidRequest("starting_after: needs stream=true", param="starting_after")
     id, _, history, index = await _find(request)
     return JSONResponse(kept_response(id, history.turns[index]))
+
+
+async def _events(request: Request, sent: str | None) -> Response:
+    arrival, state = time.monotonic(), request.app.state
+    fault = "starting_after: must be the sequence_number of an event that was sent"
+    after = -1 if sent is None else event_number(sent, fault, "starting_after")
+    known = parts(partial(own_key, request.headers, caller_of(request.scope)), request.path_params["response_id"])
+    running = state.answers.turns.rejoin(*known, arrival + state.settings.admission.queue_timeout) if known else None
+    if running is None:
+        id, _, history, index = await _find(request)
+        turn = history.turns[index]
+        return replay(turn, ResponseFormat(id, msgspec.json.decode(turn.about), turn, after), stream=True, headers={})
+    member, label = running
+    form = ResponseFormat(request.path_params["response_id"], msgspec.json.decode(label.begun.about), after=after)
+    return reply_of(state, (member, "coalesced"), form, arrival, stream=True, headers=label.headers)
 
 
 async def list_input_items(request: Request) -> Response:

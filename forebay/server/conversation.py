@@ -174,6 +174,11 @@ class Conversation:
             return ()
         return (*self._last.system, *(message for message in self._last.said if message.role == "system"))
 
+    def tokens(self) -> Resume:
+        """All that the model has read and written in it so far."""
+        turns = ((turn.read, turn.wrote) for turn in self._begun.history.turns)
+        return Resume(turns=(*turns, (self._read, tuple(self._wrote))))
+
     def saw(self, delta: Delta) -> None:
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -122,7 +122,7 @@ class Kept:
 
     numbers = (0,)
 
-    def __init__(self, source: Source, conversation: Conversation, lost: Callable[[], object]) -> None:
+    def __init__(self, source: Source, conversation: Conversation, lost: Callable[[], Awaitable[None]]) -> None:
         self._source = source
         self._conversation = conversation
         self._lost = lost
@@ -152,4 +152,4 @@ class Kept:
         finally:
             await self._conversation.close()
             if self._conversation.lost:
-                self._lost()
+                await self._lost()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -215,8 +214,12 @@ class _Asking:
             await conversation.close()
             raise
         if begun.fence:
-            # It may have been deleted before the answer's flight was there to be forgotten.
-            lost = partial(self.answers.forget, lambda made_for: made_for == owner)
+
+            async def lost() -> None:
+                """It may have been deleted before there was anything of this turn to be forgotten."""
+                self.answers.forget(lambda made_for: made_for == owner)
+                await self._backend.forget(self._tenant, conversation.tokens())
+
             source = Kept(source, conversation, lost)
             if name is not None:
                 label = Label(owner, begun, conversation.headers)

@@ -352,6 +352,11 @@ async def test_what_is_prepared_while_its_conversation_is_deleted_is_not_kept(
             assert await other == "coalesced"
         else:
             assert (await asking).status_code == 409
+        # And its KV: what the store had of it, which was nothing, and what was said and is not kept.
+        await until(lambda: len(backend.forgotten) == 2)
+        (_, before), (_, lost) = backend.forgotten
+        assert before.turns == ()
+        assert [read for read, _ in lost.turns] == [b"1"]
         assert await kind(client, {**GREEDY, "session_id": f"after {leaves}"}) == "miss"
         assert await kind(client, GREEDY) == "hit"
 

@@ -72,7 +72,7 @@ class PageTiers:
         self._unwritten: dict[bytes, Bytes] = {}
         self._most_unwritten = max(1, MOST_UNWRITTEN // pool.page_bytes)
         self._costs = {"host": 0.0, "disk": 0.0}
-        self._counts = Counter(dict.fromkeys(("host_hit", "disk_hit", "saved", "skipped", "damaged", "disk_bytes"), 0))
+        self._counts = Counter(dict.fromkeys(("host_hit", "disk_hit", "saved", "skipped", "damaged"), 0))
         self._reader = ThreadPoolExecutor(1, "kv-read")
         self._writer = ThreadPoolExecutor(1, "kv-write")
         self._came = threading.Condition()
@@ -145,7 +145,6 @@ class PageTiers:
     def _write(self, files: PageFiles, block: Block, ttl: float) -> None:
         self._counts["saved" if files.write(block, self._unwritten[block.key], ttl) else "skipped"] += 1
         del self._unwritten[block.key]
-        self._counts["disk_bytes"] = files.bytes
 
     def forget(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -168,7 +167,7 @@ class PageTiers:
             executor.submit(lambda: None).result()
 
     def counts(self) -> Mapping[str, int]:
-        return self._counts
+        return {**self._counts, "disk_bytes": self._files.bytes if self._files is not None else 0}
 
     def _copy_of(self, key: bytes) -> Bytes | None:
         return self._host.get(key, self._unwritten.get(key))

@@ -82,9 +82,15 @@ def start(built: Built, tmp_path: Path) -> Start:
     return make
 
 
-def test_a_conversation_goes_on_after_a_restart_from_disk(start: Start, plain: tuple[ModelFiles, Judge]) -> None:
-    first = start().ask(prompt(150))
+def test_a_conversation_goes_on_after_a_restart_from_disk(
+    start: Start, built: Built, plain: tuple[ModelFiles, Judge]
+) -> None:
+    rig = start()
+    first = rig.ask(prompt(150))
     assert (first.cached, first.tier) == (0, "")
+    on_disk = rig.tiers.counts()["disk_bytes"]
+    assert on_disk > 9 * PoolBytes(built.pool).page_bytes
+    assert start().tiers.counts()["disk_bytes"] == on_disk
     turn = [*prompt(150), *first.tokens, *prompt(20, 5)]
     second = start().ask(turn)
     assert (second.cached, second.tier) == ((150 + 8 - 1) // 16 * 16, "disk")

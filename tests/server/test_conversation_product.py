@@ -131,7 +131,7 @@ async def test_a_data_folder_has_one_server(demo_model: ModelFiles, tmp_path: Pa
 async def test_two_processes_share_one_store(demo_model: ModelFiles, tmp_path: Path, embedded: EmbeddedValkey) -> None:
     """Turn 1 on one, turn 2 on the other; of twenty at once some are answered, one after the other, and the rest are
     told to come back; an idempotent retry is the same turn, wherever it is asked."""
-    options = ["--state-url", embedded.url, "--kv-memory", "64MiB"]
+    options = ["--state-url", embedded.url, "--kv-memory", "64MiB", "--kv-disk", "0"]
     for name in "ab":
         (tmp_path / name).mkdir()
     with (

@@ -110,7 +110,8 @@ class Tiers(Protocol):
         ...
 
     def counts(self) -> Mapping[str, int]:
-        """Pages by what became of them, cumulative: ``<tier>_hit``, ``saved``, ``skipped``, ``damaged``."""
+        """Pages by what became of them, cumulative: ``<tier>_hit``, ``saved``, ``skipped``, ``damaged``; and
+        ``disk_bytes`` now."""
         ...
 
 

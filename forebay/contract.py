@@ -347,8 +347,8 @@ class Backend(Protocol):
         DeadlineExceeded."""
         ...
 
-    async def forget(self, salt: str, resume: Resume) -> None:
-        """Keep no KV of these turns that nobody else has, in any tier."""
+    async def forget(self, salt: str, resume: Resume, spare: int = 0) -> None:
+        """Keep no KV of these turns that nobody else has, in any tier; but that of the first ``spare`` of them."""
         ...
 
     def load(self) -> Load:

@@ -134,11 +134,11 @@ class EngineClient:
         if not stream.ended and self.state == "ready":
             self._send(Cancel(stream.spec.id))
 
-    def purge(self, salt: str, ids: list[int], public: int) -> None:
-        """Keep nothing that only this sequence of tokens has. Without an engine that runs, what is on disk stays until
-        it expires."""
+    def purge(self, salt: str, ids: list[int], public: int, spare: int) -> None:
+        """Keep nothing that only this sequence of tokens has, but its first ``spare`` pages. Without an engine that
+        runs, what is on disk stays until it expires."""
         if self.state == "ready":
-            self._send(Purge(salt, ids, public))
+            self._send(Purge(salt, ids, public, spare))
 
     def load(self) -> Load:
         frame = self._frame

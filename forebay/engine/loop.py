@@ -55,8 +55,8 @@ class Engine:
     def cancel(self, id: int) -> None:
         self.scheduler.cancel(id)
 
-    def purge(self, realm: Realm, ids: list[int]) -> None:
-        self.scheduler.purge(realm, ids)
+    def purge(self, realm: Realm, ids: list[int], spare: int = 0) -> None:
+        self.scheduler.purge(realm, ids, spare)
 
     def rest(self) -> None:
         """To be called now and then while there is nothing to do."""

@@ -159,8 +159,8 @@ def serve(engine: Engine, link: Link) -> None:
                     engine.submit(spec)
                 case Cancel(id):
                     engine.cancel(id)
-                case Purge(salt, ids, public):
-                    engine.purge(Realm(salt, public), ids)
+                case Purge(salt, ids, public, spare):
+                    engine.purge(Realm(salt, public), ids, spare)
         now = time.monotonic()
         if engine.has_work:
             link.send(engine.step())

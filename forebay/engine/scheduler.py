@@ -72,9 +72,9 @@ class Scheduler:
         if seq := self._by_id.get(id):
             seq.cancelled = True
 
-    def purge(self, realm: Realm, ids: list[int]) -> None:
-        """Keep no page that only this sequence of tokens has."""
-        self.traffic.forget(realm, ids)
+    def purge(self, realm: Realm, ids: list[int], spare: int = 0) -> None:
+        """Keep no page that only this sequence of tokens has, but the first ``spare``."""
+        self.traffic.forget(realm, ids, max(spare, realm.public))
 
     @property
     def has_work(self) -> bool:

@@ -27,11 +27,12 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Purge(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Keep nothing that only this sequence of tokens has, in any tier."""
+    """Keep nothing that only this sequence of tokens has, in any tier; but its first ``spare`` pages."""
 
     salt: str
     ids: list[int]
     public: int = 0
+    spare: int = 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -107,7 +107,8 @@ class Answers:
         def own(owner: Owner) -> bool:
             return owner.tenant == tenant and (tag is None or owner.tag == tag)
 
-        self.turns.forget(own)
+        if tag is not None:  # turns go on, and can be come back to, unless their conversation is no more
+            self.turns.forget(own)
         return self.forget(own)
 
     def forget(self, which: Callable[[Owner], bool]) -> int:

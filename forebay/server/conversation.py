@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from starlette.datastructures import Headers
 
 from ..contract import (
+    Busy,
     Conflict,
     ContextTooLong,
     Delta,
@@ -20,7 +21,7 @@ from ..contract import (
     Message,
     Prepared,
     Resume,
-    StateUnavailable,
+    StateFull,
     Usage,
 )
 from ..state.sessions import RENEWAL, Begun, SessionKey, Sessions, Turn
@@ -67,11 +68,16 @@ def _header(headers: Headers, name: str) -> str:
     return value
 
 
+def session_header(key: SessionKey) -> dict[str, str]:
+    session = key.session
+    return {"x-session-id": session} if session.isascii() and session.isprintable() else {}
+
+
 class Conversation:
     """A turn that was begun, until it is kept or given up: ``close`` is to be called whatever happens.
 
     ``instructions`` are for this prompt only, in which they come first. ``lost``: when it was to be kept or given up,
-    the session was another turn's, or no more.
+    the session was another turn's, or no more. ``unkept``: nothing of it is in the store.
     """
 
     def __init__(
@@ -100,15 +106,12 @@ class Conversation:
         self._finish: FinishReason | None = None
         self._over = False
         self.lost = False
+        self.unkept = False
 
     @property
     def headers(self) -> dict[str, str]:
         """What the reply says of it. Names that no header can hold are left out."""
-        known = {"x-session-dropped-turns": str(self._first)}
-        session = self._begun.key.session
-        if session.isascii() and session.isprintable():
-            known["x-session-id"] = session
-        return known
+        return {"x-session-dropped-turns": str(self._first), **session_header(self._begun.key)}
 
     async def whole(self, lenient: Prepare) -> Prepared:
         """The prompt, with nothing left out of what is kept. Raises ContextTooLong."""
@@ -175,7 +178,7 @@ class Conversation:
         return (*self._last.system, *(message for message in self._last.said if message.role == "system"))
 
     def tokens(self) -> Resume:
-        """All that the model has read and written in it so far."""
+        """All that the model has read and written so far; the last turn is this one."""
         turns = ((turn.read, turn.wrote) for turn in self._begun.history.turns)
         return Resume(turns=(*turns, (self._read, tuple(self._wrote))))
 
@@ -192,7 +195,7 @@ class Conversation:
             await asyncio.sleep(RENEWAL)
             try:
                 await self._sessions.renew(self._begun)  # if it is lost, the commit will say so
-            except StateUnavailable as error:
+            except Busy as error:  # the store is gone or full; it may be back for the next
                 log.warning("a turn's lease was not renewed: %s", error.message)
 
     async def keep(self, *, answered: bool = True) -> Turn:
@@ -223,7 +226,11 @@ class Conversation:
         try:
             await self._sessions.commit(self._begun, turn)
         except Conflict:
-            self.lost = True
+            self.lost = self.unkept = True
+            raise
+        except StateFull:  # nothing was written: who tries again is not to find the session busy with this turn
+            self.unkept = True
+            await self._sessions.abort(self._begun)
             raise
         return turn
 
@@ -237,6 +244,7 @@ class Conversation:
                 self._finish = None
                 await self.keep()
             else:
+                self.unkept = True
                 self.lost = not await self._sessions.abort(self._begun)
         except Conflict:
             pass  # somebody took over: its lease had run out, or the session was deleted

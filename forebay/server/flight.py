@@ -24,6 +24,8 @@ from .source import Source
 
 #: Seconds that a flight may wait at the gate; it is its members who have deadlines.
 FAR = 10.0**6
+#: Flights that are listed behind their end, beside those in the air: each holds its whole answer.
+MOST_LISTED = 1024
 #: Asked how late the generation may begin, when it is at the backend's door: gives a flight's source.
 Make = Callable[[Callable[[], float]], Source]
 _L = TypeVar("_L")
@@ -76,6 +78,13 @@ class Flight:
         if self._linger:
             self._alone = asyncio.get_running_loop().call_later(self._linger, self.give_up)
         else:
+            self.give_up()
+
+    def hurry(self) -> None:
+        """Nobody will come any more."""
+        self._linger = 0.0
+        if self._alone is not None:
+            self._alone.cancel()
             self.give_up()
 
     def give_up(self) -> None:
@@ -182,7 +191,7 @@ class Flights(Generic[_L]):
 
         def landed(flight: Flight) -> None:
             self._flying.discard(flight)
-            if flight.whole and linger:
+            if flight.whole and linger and len(self._listed) <= MOST_LISTED:
                 asyncio.get_running_loop().call_later(linger, unlist)
             else:
                 unlist()
@@ -193,8 +202,10 @@ class Flights(Generic[_L]):
         return flight
 
     def forget(self, which: Callable[[_L], bool]) -> None:
-        """Those go on for their members, and nobody joins them any more."""
-        self._listed = {key: listed for key, listed in self._listed.items() if not which(listed[0])}
+        """Those go on for the members that they have, and nobody joins them any more."""
+        gone = [key for key, (label, _) in self._listed.items() if which(label)]
+        for key in gone:
+            self._listed.pop(key)[1].hurry()
 
     async def close(self) -> None:
         for flight in self._flying:

@@ -27,7 +27,7 @@ class Owner(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What a running turn is, and what its replies say of it in their headers."""
+    """What a running turn is (``begun`` without its history), and what its replies say of it in their headers."""
 
     owner: Owner
     begun: Begun

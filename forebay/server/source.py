@@ -117,21 +117,23 @@ async def _each(deltas: Sequence[Delta]) -> AsyncIterator[Delta]:
 
 
 class Kept:
-    """The answer of another source, as a turn of a conversation: it is kept before its end is told. ``lost`` is called
-    if the conversation is no longer the turn's."""
+    """The answer of another source, as a turn of a conversation: it is kept before its end is told. ``unkept`` is
+    called if it was begun and is not kept."""
 
     numbers = (0,)
 
-    def __init__(self, source: Source, conversation: Conversation, lost: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, source: Source, conversation: Conversation, unkept: Callable[[], Awaitable[None]]) -> None:
         self._source = source
         self._conversation = conversation
-        self._lost = lost
+        self._unkept = unkept
+        self._opened = False
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[AsyncIterator[Delta]]]:
         holding = asyncio.create_task(self._conversation.hold())
         try:
             async with self._source.open() as (deltas,), aclosing(self._keeping(deltas)) as kept:
+                self._opened = True
                 yield [kept]
         finally:
             holding.cancel()
@@ -151,5 +153,5 @@ class Kept:
             await self._source.close()
         finally:
             await self._conversation.close()
-            if self._conversation.lost:
-                await self._lost()
+            if self._opened and self._conversation.unkept:
+                await self._unkept()

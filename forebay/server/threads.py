@@ -53,8 +53,12 @@ async def find_response(sessions: Sessions, own: Own, id: str, param: str | None
         for index, turn in enumerate(history.turns):
             if turn.id == fence and turn.about:  # else it was asked for as something else
                 return key, history, index
+    raise _absent(id, param)
+
+
+def _absent(id: str, param: str | None) -> ResponseNotFound:
     missing = f"there is no response {id[:80]!r}, or no longer; one that is being answered is there when it is done"
-    raise ResponseNotFound(missing, param=param)
+    return ResponseNotFound(missing, param=param)
 
 
 class Thread:
@@ -109,6 +113,8 @@ class Thread:
                 return await self._sessions.begin(key, idempotency=idempotency, deadline=wait, after=after)
             except Moved:
                 pass
+            except ConversationNotFound:  # deleted since it was found
+                raise _absent(previous, "previous_response_id") from None
             except Conflict:
                 if idempotency:
                     raise

@@ -26,11 +26,11 @@ from ..contract import (
     Prepared,
     Resume,
 )
-from ..state.sessions import Begun, Sessions
+from ..state.sessions import Begun, History, Sessions
 from .answers import Answers, Form, Shortcut, shareable, wish
 from .auth import caller_of
 from .body import read_body
-from .conversation import Conversation, idempotency_key
+from .conversation import Conversation, idempotency_key, session_header
 from .flight import Member
 from .formats import Format
 from .metrics import Result
@@ -136,18 +136,22 @@ async def answer(
     runs here the same key joins it. ``joined`` is then called with it, before ``form``; a form that wants to know it
     tells an answer only from its beginning, others also from a Last-Event-ID.
     """
+    once = idempotency_key(arrived.request.headers)
+    after = last_event(arrived.request.headers)
+    if after is not None and (joined is not None or begin is None or not once or not call.stream):
+        raise InvalidRequest(
+            "Last-Event-ID: only for a stream of a session's turn with an Idempotency-Key", param="last-event-id"
+        )
     asking = _Asking(arrived, call, form, resumable=joined is None)
     if begin is None:
         return await asking.alone()
     if call.n > 1:
         raise InvalidRequest("n: a conversation goes on from one answer", param="n")
-    once = idempotency_key(arrived.request.headers)
     if not line or not once:
         return await asking.turn(begin, once)
     name = hashlib.sha256(msgspec.msgpack.encode((arrived.request.scope["path"], line, once))).digest()
     turns = asking.answers.turns
     async with turns.beginning(name):
-        after = last_event(arrived.request.headers) if joined is None else None
         running = turns.join(name, asking.deadline, after)
         if running is None:
             return await asking.turn(begin, once, name)
@@ -189,7 +193,7 @@ class _Asking:
             prepared.append(await _prepare(self._backend, asked, call.asked_length))
         form = await self._form()
         found = self._found(prepared, Owner(self._tenant))
-        if self._shared and self._arrived.digest is not None:
+        if self._shared and self._arrived.digest is not None and not call.echo:  # whose form holds the prompt as well
             shortcut = Shortcut(prepared[0].key, self._form, call.stream)
             self.answers.remember(self._arrived.digest, Owner(self._tenant), shortcut, len(self._arrived.body))
         return reply_of(self._state, found, form, self._arrived.arrival, stream=call.stream)
@@ -203,10 +207,15 @@ class _Asking:
             self._state.metrics.rejected(error)
             raise
         if begun.replay is not None:
-            return replay(begun.replay, await self._form(), stream=call.stream, headers=_REPLAYED)
+            if not begun.replay.answered:
+                raise InvalidRequest("Idempotency-Key: it stands for something else already", param="idempotency-key")
+            headers = {**session_header(begun.key), **_REPLAYED}
+            return replay(begun.replay, await self._form(), stream=call.stream, headers=headers)
+        if not begun.fence:  # its answer is not to be found where the conversation's are forgotten
+            self._shared = False
         conversation = Conversation(self._state.sessions, begun, self._asked[0].messages, call.instructions)
         try:
-            prepared = await self._fit(conversation)
+            prepared = await self._fit(conversation, kept=bool(begun.fence))
             form = await self._form()
             owner = Owner(self._tenant, begun.key.digest())
             source, result = self._found([prepared], owner)
@@ -215,14 +224,16 @@ class _Asking:
             raise
         if begun.fence:
 
-            async def lost() -> None:
-                """It may have been deleted before there was anything of this turn to be forgotten."""
-                self.answers.forget(lambda made_for: made_for == owner)
-                await self._backend.forget(self._tenant, conversation.tokens())
+            async def unkept() -> None:
+                """A conversation that is no more may have been deleted before there was anything of this turn."""
+                if conversation.lost:
+                    self.answers.forget(lambda made_for: made_for == owner)
+                tokens = conversation.tokens()
+                await self._backend.forget(self._tenant, tokens, 0 if conversation.lost else len(tokens.turns) - 1)
 
-            source = Kept(source, conversation, lost)
+            source = Kept(source, conversation, unkept)
             if name is not None:
-                label = Label(owner, begun, conversation.headers)
+                label = Label(owner, replace(begun, history=History((), 0)), conversation.headers)
                 too_late = self._state.gate.too_late
                 source = self.answers.turns.begin(name, label, source, self.deadline, too_late)
         return self.follow((source, result), form, conversation.headers if begun.fence else _NONE)
@@ -232,9 +243,9 @@ class _Asking:
         at = source if self._resumable and isinstance(source, Member) else None
         return reply_of(self._state, found, form, self._arrived.arrival, stream=stream, headers=headers, at=at)
 
-    async def _fit(self, conversation: Conversation) -> Prepared:
+    async def _fit(self, conversation: Conversation, *, kept: bool) -> Prepared:
         backend, call = self._backend, self._call
-        asked = replace(self._asked[0], ttl=self._state.settings.state.session_ttl)
+        asked = replace(self._asked[0], ttl=self._state.settings.state.session_ttl if kept else 0.0)
 
         async def strict(messages: tuple[Message, ...], known: Resume) -> Prepared:
             return await backend.prepare(replace(asked, messages=messages), known)

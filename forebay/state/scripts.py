@@ -16,6 +16,7 @@ local number = ARGV[5] ~= '' and redis.call('HGET', did, ARGV[5])
 if number then
   return {'done', tonumber(number) >= dropped and redis.call('LINDEX', turns, number - dropped) or ''}
 end
+if ARGV[7] ~= '' and not owner then return {'absent'} end
 if ARGV[7] ~= '' and dropped + redis.call('LLEN', turns) ~= tonumber(ARGV[7]) then return {'moved'} end
 local held = redis.call('GET', lease)
 if held then return {'busy', (ARGV[5] ~= '' and string.sub(held, #ARGV[1] + 2) == ARGV[5]) and 1 or 0} end
@@ -83,9 +84,10 @@ local dropped, record = redis.call('HGET', KEYS[1], 'dropped') or 0, redis.call(
 return {'read', dropped, redis.call('LRANGE', KEYS[2], 0, -1), record}
 """
 
-#: -> 1 if there was one
+#: -> 1 if there was one, and its turns
 DELETE = """
-return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4]) > 0 and 1 or 0
+local turns = redis.call('LRANGE', KEYS[2], 0, -1)
+return {redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4]) > 0 and 1 or 0, turns}
 """
 
 #: owner, record, session's ms, there? -> done | absent | foreign

@@ -169,8 +169,8 @@ class Sessions:
         """Raises Conflict if another turn of the session runs: at once, or where conflicts queue at ``deadline``
         (seconds on time.monotonic()). A turn with the idempotency key of one that was committed is that one again.
 
-        ``there``: ConversationNotFound unless the session was made by name. ``after``: Moved unless it has had just so
-        many turns.
+        ``there``: ConversationNotFound unless the session was made by name. ``after``: the same unless it is there, and
+        Moved unless it has had just so many turns.
         """
         while True:
             try:
@@ -240,9 +240,17 @@ class Sessions:
         dropped, turns, record = rest
         return _history(owner, turns, int(dropped), _record(owner, record) if record else None)
 
-    async def delete(self, key: SessionKey) -> bool:
-        """Whether there was any. A turn that is being answered can no longer be committed."""
-        return bool(await self._store.run(scripts.DELETE, _keys(key.digest()), []))
+    async def delete(self, key: SessionKey) -> History | None:
+        """What was kept, if there was any; nothing of it where it cannot be read. A turn that is being answered can
+        no longer be committed."""
+        owner = key.digest()
+        there, turns = await self._store.run(scripts.DELETE, _keys(owner), [])
+        if not there:
+            return None
+        try:
+            return _history(owner, turns, 0)
+        except StateCorrupt:
+            return History((), 0)
 
 
 def _keys(owner: bytes) -> list[str]:

@@ -112,8 +112,8 @@ class ScriptedBackend:
         key = hashlib.sha256(repr(replace(request, ttl=0.0)).encode()).digest()
         return Prepared(n_tokens, key, request, str(len(self.requests)).encode())
 
-    async def forget(self, salt: str, resume: Resume) -> None:
-        self.forgotten.append((salt, resume))
+    async def forget(self, salt: str, resume: Resume, spare: int = 0) -> None:
+        self.forgotten.append((salt, replace(resume, turns=resume.turns[spare:])))
 
     async def tokenize(
         self,

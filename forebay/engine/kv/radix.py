@@ -144,9 +144,10 @@ class PrefixTree:
         return freed
 
     def prune(self, path: Sequence[Node]) -> None:
-        """Free what only this path has, from its end on, and tell nobody."""
-        for node in reversed(path):
+        """Free what only this path has, from its end on, and tell nobody, also of what can only go later."""
+        for node in path:
             node.worth = node.until = 0.0
+        for node in reversed(path):
             if not self._removable(node):
                 return
             self._remove(node)

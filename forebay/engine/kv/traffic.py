@@ -120,11 +120,11 @@ class Traffic:
         for one in reversed(path[max(0, len(path) + len(self._unsaved) - MOST_UNSAVED) :]):
             self._unsaved.append(one)
 
-    def forget(self, realm: Realm, ids: Sequence[int]) -> None:
-        """Free what only this sequence of tokens has, in all tiers."""
+    def forget(self, realm: Realm, ids: Sequence[int], spare: int) -> None:
+        """Free what only this sequence of tokens has, in all tiers; but its first ``spare`` pages."""
         end = len(ids) // PAGE_SIZE
-        self.tree.prune(self.tree.match(realm, ids, end)[realm.public :])
-        self.tiers.forget(list(blocks_of(realm, root_key(realm.root), ids, 0, end))[realm.public :])
+        self.tree.prune(self.tree.match(realm, ids, end)[spare:])
+        self.tiers.forget(list(blocks_of(realm, root_key(realm.root), ids, 0, end))[spare:])
 
     def _evicted(self, node: Node) -> None:
         if node.until > self._now:

@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from ...config import Settings
-from ...contract import Message, MethodNotAllowed, NotFound
+from ...contract import InvalidRequest, Message, MethodNotAllowed, NotFound
 from ...state.sessions import History, Record, SessionKey, Sessions
 from ..auth import caller_of
 from ..body import read_body
@@ -116,6 +116,8 @@ async def _append(
     deadline = time.monotonic() + request.app.state.settings.admission.queue_timeout
     begun = await sessions.begin(key, idempotency=idempotency, deadline=deadline, there=True)
     if begun.replay is not None:
+        if begun.replay.answered:
+            raise InvalidRequest("Idempotency-Key: it stands for something else already", param="idempotency-key")
         return said_items(begun.replay)
     turn = Conversation(sessions, begun, said)
     try:

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from ...contract import ConversationNotFound, Resume, StateCorrupt
-from ...state.sessions import SessionKey
+from ...contract import ConversationNotFound, Resume
+from ...state.sessions import History, SessionKey
 from ..auth import caller_of
 from ..conversation import own_key
 from ..items import no_query
@@ -17,15 +17,12 @@ from ..turn import sessions_of
 
 async def purge(state: Any, key: SessionKey) -> bool:
     """Delete all that is kept of a session; returns whether there was any. ``state`` is the application's."""
-    try:
-        turns = (await state.sessions.history(key)).turns
-    except StateCorrupt:  # then its KV goes when its time is over
-        turns = ()
     # The turns first: after that no answer that is being made can be kept.
-    was_there: bool = await state.sessions.delete(key)
+    was: History | None = await state.sessions.delete(key)
     state.answers.purge(key.tenant, key.digest())
-    await state.backend.forget(key.tenant, Resume(turns=tuple((turn.read, turn.wrote) for turn in turns)))
-    return was_there
+    if was is not None:
+        await state.backend.forget(key.tenant, Resume(turns=tuple((turn.read, turn.wrote) for turn in was.turns)))
+    return was is not None
 
 
 async def delete_session(request: Request) -> Response:

@@ -16,7 +16,7 @@ local number = ARGV[5] ~= '' and redis.call('HGET', did, ARGV[5])
 if number then
   return {'done', tonumber(number) >= dropped and redis.call('LINDEX', turns, number - dropped) or ''}
 end
-if ARGV[7] ~= '' and not owner then return {'absent'} end
+if tonumber(ARGV[7] ~= '' and ARGV[7] or 0) > 0 and redis.call('EXISTS', turns) == 0 then return {'absent'} end
 if ARGV[7] ~= '' and dropped + redis.call('LLEN', turns) ~= tonumber(ARGV[7]) then return {'moved'} end
 local held = redis.call('GET', lease)
 if held then return {'busy', (ARGV[5] ~= '' and string.sub(held, #ARGV[1] + 2) == ARGV[5]) and 1 or 0} end

@@ -169,8 +169,8 @@ class Sessions:
         """Raises Conflict if another turn of the session runs: at once, or where conflicts queue at ``deadline``
         (seconds on time.monotonic()). A turn with the idempotency key of one that was committed is that one again.
 
-        ``there``: ConversationNotFound unless the session was made by name. ``after``: the same unless it is there, and
-        Moved unless it has had just so many turns.
+        ``there``: ConversationNotFound unless the session was made by name. ``after``: Moved unless it has had just so
+        many turns; ConversationNotFound if it has none of them.
         """
         while True:
             try:

@@ -33,7 +33,7 @@ from scripted import MODEL, Served, served
 
 from forebay.backends.local import LocalBackend
 from forebay.catalog import ModelFiles
-from forebay.config import Settings
+from forebay.config import AnswerSettings, Settings
 from forebay.contract import Load
 from forebay.engine.sequence import Emit, End
 
@@ -144,7 +144,7 @@ def speaking(demo_model: ModelFiles) -> Speaking:
 @asynccontextmanager
 async def listening(speaking: Speaking) -> AsyncIterator[Asker]:
     async with (
-        served(speaking) as running,  # type: ignore[arg-type]
+        served(speaking, answers=AnswerSettings(answer_cache=0)) as running,  # type: ignore[arg-type]
         httpx.AsyncClient(base_url=running.url) as http,
     ):
         yield Asker(running, speaking.card.id, http)  # type: ignore[arg-type]

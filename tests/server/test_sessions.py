@@ -309,6 +309,9 @@ class Histories(RuleBasedStateMachine):
                 replay = self.do(began).replay
                 assert replay is not None
                 assert replay.id == model.turns[model.did[name]]
+        elif after and not model.turns:
+            with pytest.raises(ConversationNotFound):
+                self.do(began)
         elif after not in (None, len(model.turns)):
             with pytest.raises(Moved):
                 self.do(began)

@@ -17,6 +17,7 @@ from product import Product, product
 from scripted import Script, ScriptedBackend, Served, say, served
 
 from forebay.catalog import ModelFiles
+from forebay.config import AnswerSettings
 from forebay.contract import Delta
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -106,7 +107,7 @@ def fickle() -> Script:
 @pytest.mark.parametrize("script", NEEDS)
 async def test_a_stream_with_another_text_is_found_wrong(script: str) -> None:
     """A script that cannot fail would prove nothing."""
-    async with served(ScriptedBackend(fickle())) as server:
+    async with served(ScriptedBackend(fickle()), answers=AnswerSettings(answer_cache=0)) as server:
         code, printed = await outcome(script, server)
         assert code == 1, printed
         assert "wrong: the stream says" in printed

@@ -108,6 +108,8 @@ async def deltas(
         if last and splitter is not None:
             more = splitter.finish()
             reasoning, content = reasoning + more[0], content + more[1]
+        ids = speech.ids(last=last)
+        stream.counted += len(ids)
         yield Delta(
             content,
             n_new,
@@ -116,7 +118,7 @@ async def deltas(
             ("stop" if emit.end is End.STOP or speech.stopped else "length") if last else None,
             reasoning,
             speech.logprobs(last=last),
-            speech.ids(last=last),
+            ids,
         )
         if last:
             return

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Self, TypeVar
 
 import msgspec
@@ -258,11 +258,12 @@ class LocalBackend:
     async def forget(self, salt: str, resume: Resume, spare: int = 0) -> None:
         if self._turns is None:
             return
-        spared = self._turns.contexts(replace(resume, turns=resume.turns[:spare]))
-        for ids in self._turns.contexts(resume):
-            same = max((_common(ids, other) for other in spared), default=0)
-            keep = max(same // PAGE_SIZE, self._public_pages(ids))
-            self._client.purge(self._salt(salt), ids, self._public_pages(ids), keep)
+        # The spared turns' contexts are the same ones, as far as they go.
+        spared = [len(ids) for ids in self._turns.contexts(replace(resume, turns=resume.turns[:spare]))]
+        for ids, kept in zip_longest(self._turns.contexts(resume), spared):
+            keep = (kept or 0) // PAGE_SIZE
+            if ids and len(ids) // PAGE_SIZE > keep:
+                self._client.purge(self._salt(salt), ids, self._public_pages(ids), keep)
 
     def _public_prefix(self) -> list[int]:
         """Prompt ids of the system message that all tenants may share, up to where another message begins. Raises
@@ -309,11 +310,6 @@ class LocalBackend:
 async def _aside(size: int, work: Callable[[], _T]) -> _T:
     """``work`` on text of ``size`` characters or tokens: off the event loop where that is much."""
     return await asyncio.to_thread(work) if size > THREAD_FROM else work()
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids they have in common from the start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _length(message: Message) -> int:

@@ -197,7 +197,7 @@ def _digest(tenant: str) -> str:
 
 
 async def trouble(server: Server) -> None:
-    """The own Valkey stalls, and later dies, until cancelled."""
+    """The own Valkey stalls, and later dies."""
     await asyncio.sleep(5)
     valkey = _valkey(server)
     valkey.suspend()
@@ -205,7 +205,6 @@ async def trouble(server: Server) -> None:
     valkey.resume()
     await asyncio.sleep(5)
     valkey.kill()
-    await asyncio.Event().wait()
 
 
 def _valkey(server: Server) -> psutil.Process:
@@ -215,11 +214,14 @@ def _valkey(server: Server) -> psutil.Process:
 
 async def _campaign(server: Server, campaign: Campaign, *, faults: bool) -> Seen:
     troubles = asyncio.create_task(trouble(server)) if faults else None
-    try:
-        return await campaign.run()
-    finally:
-        if troubles is not None:
+    seen = await campaign.run()
+    if troubles is not None:
+        if troubles.done():
+            troubles.result()
+        else:
             troubles.cancel()
+            seen.faults.append("the campaign was over before its troubles")
+    return seen
 
 
 @click.command(help=__doc__)

@@ -100,8 +100,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """``memory``: bytes of the KV pool. Words per message, tokens per answer, seconds of thinking; the strangers push
-    ``overflow`` times the pool through it."""
+    """``memory``: bytes of the KV pool. Words per message, tokens per answer, seconds of thinking."""
 
     sessions: int = 60
     turns: int = 4
@@ -109,8 +108,7 @@ class Crowd:
     words: int = 20
     tokens: int = 24
     think: tuple[float, float] = (3.0, 10.0)
-    strangers: int = 4
-    overflow: float = 3.0
+    strangers: int = 6
     memory: str = "280MiB"
     seed: str = ""
 
@@ -141,7 +139,7 @@ async def crowd(server: Endpoint, plan: Crowd) -> dict[str, Any]:
         async def stranger(number: int) -> None:
             nonlocal strange
             asked = 0
-            while lasting or strange < plan.overflow * pool:
+            while lasting:
                 text = prompt(f"{plan.seed}/stranger {number}", asked, plan.first_words)
                 answer = await respond(session, server, **base, input=text, store=False)
                 strange += answer.prompt + answer.output
@@ -150,7 +148,7 @@ async def crowd(server: Endpoint, plan: Crowd) -> dict[str, Any]:
         begin = time.monotonic()
         strangers = [asyncio.create_task(stranger(number)) for number in range(plan.strangers)]
         await asyncio.gather(*(talk(number) for number in range(plan.sessions)))
-        seconds = time.monotonic() - begin
+        seconds, pressure = time.monotonic() - begin, strange / pool
         lasting = False
         await asyncio.gather(*strangers)
     shares = sorted(answer.cached / answer.prompt for answer in later)
@@ -162,8 +160,7 @@ async def crowd(server: Endpoint, plan: Crowd) -> dict[str, Any]:
         "tiers": {tier: sum(a.tier == tier for a in later) for tier in ("device", "host", "disk", "none")},
         "later_ttft": statistics.median(answer.ttft for answer in later),
         "first_ttft": statistics.median(answer.ttft for answer in first),
-        "stranger_tokens": strange,
-        "overflow": strange / pool,
+        "overflow": pressure,
     }
 
 

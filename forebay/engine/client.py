@@ -46,6 +46,7 @@ class Stream:
         self.spec = spec
         self.ended = False
         self.lost = False
+        self.counted = 0  # tokens of the answer that its reader goes by
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._last: Emit | None = None
@@ -132,7 +133,7 @@ class EngineClient:
         """The caller is done with it. If it has not ended, this is the cancel."""
         self._streams.pop(stream.spec.id, None)
         if not stream.ended and self.state == "ready":
-            self._send(Cancel(stream.spec.id))
+            self._send(Cancel(stream.spec.id, len(stream.spec.ids) + stream.counted))
 
     def purge(self, salt: str, ids: list[int], public: int, spare: int) -> None:
         """Keep nothing that only this sequence of tokens has, but its first ``spare`` pages. Without an engine that

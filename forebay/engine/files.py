@@ -66,10 +66,10 @@ class PageFiles:
         found = []
         for path in folder.iterdir():
             seen = self._look(path)
-            if seen is None:
-                path.unlink(missing_ok=True)
-            else:
+            if seen is not None:
                 found.append(seen)
+            elif not self._being_written(path):
+                _unlink(path)
         for key, entry in sorted(found, key=lambda item: item[1].expires):
             self._add(key, entry)
 
@@ -77,19 +77,22 @@ class PageFiles:
         return key in self._entries
 
     def extend(self, key: bytes, ttl: float) -> bool:
-        """Whether it is here; then it stays for ``ttl`` more seconds, or longer."""
+        """Whether it is here; then it stays for ``ttl`` more seconds, or longer. Touches no disk: see ``stamp``."""
         with self._lock:
             entry = self._entries.pop(key, None)
             if entry is None:
                 return False
-            expires = max(entry.expires, self._clock() + ttl)
-            self._entries[key] = entry._replace(expires=expires)
-        try:
-            os.utime(self._path(key), (expires, expires))
-        except OSError:
-            self.remove([key])
-            return False
+            self._entries[key] = entry._replace(expires=max(entry.expires, self._clock() + ttl))
         return True
+
+    def stamp(self, keys: Iterable[bytes]) -> None:
+        """Have the files tell what ``extend`` has said of them."""
+        for key in keys:
+            if (entry := self._entries.get(key)) is not None:
+                try:
+                    os.utime(self._path(key), (entry.expires, entry.expires))
+                except OSError:
+                    self.remove([key])
 
     def read(self, block: Block) -> Bytes | None:
         """The page's bytes. None if they are not here, or are not what was written for these tokens."""
@@ -128,7 +131,7 @@ class PageFiles:
             if self._writes:
                 log.warning("the KV cache on disk cannot be written: %s", error)
             self._writes = False
-            fresh.unlink(missing_ok=True)
+            _unlink(fresh)
             return False
         self._writes = True
         with self._lock:
@@ -140,7 +143,7 @@ class PageFiles:
         for key in keys:
             with self._lock:
                 self._drop(key)
-            self._path(key).unlink(missing_ok=True)
+            _unlink(self._path(key))
 
     def remove_chain(self, blocks: Iterable[Block]) -> None:
         """From the end of these pages on, up to the first that another page stands behind."""
@@ -157,14 +160,23 @@ class PageFiles:
         """Remove what nobody may ask for any more."""
         now = self._clock()
         with self._lock:
-            over = [key for key, entry in self._entries.items() if entry.expires <= now]
-        self.remove(over)
+            over = [(key, entry) for key, entry in self._entries.items() if entry.expires <= now]
+        for key, entry in over:
+            try:
+                expires = self._path(key).stat().st_mtime
+            except OSError:
+                expires = 0.0
+            if expires > now:  # another server has use for it
+                self._entries[key] = entry._replace(expires=expires)
+            else:
+                self.remove([key])
 
     def _make_room(self, size: int) -> None:
         while self.bytes + size > self._quota and self._entries:
             with self._lock:
-                oldest = next(iter(self._entries))
-            self.remove([oldest])
+                oldest = next(iter(self._entries), None)
+            if oldest is not None:
+                self.remove([oldest])
 
     def _add(self, key: bytes, entry: _Entry) -> None:
         self._entries[key] = entry
@@ -195,6 +207,20 @@ class PageFiles:
             return None
         return key, _Entry(info.st_mtime, info.st_size, parent)
 
+    def _being_written(self, path: Path) -> bool:
+        """By another server on the folder."""
+        try:
+            return path.suffix == ".new" and path.stat().st_mtime > self._clock() - 60
+        except OSError:
+            return False
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.debug("%s stays: %s", path, error)
+
 
 def _digest(head: bytes, page: Bytes) -> bytes:
     digest = hashlib.sha256(head)
@@ -213,7 +239,3 @@ def sweep(cache: Path, keep: Path) -> None:
                     path.unlink()
             except OSError:  # another server was faster
                 continue
-        try:
-            folder.rmdir()
-        except OSError:  # not empty
-            continue

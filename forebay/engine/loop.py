@@ -52,11 +52,13 @@ class Engine:
         if refusal:
             self._news.append(refusal)
 
-    def cancel(self, id: int) -> None:
-        self.scheduler.cancel(id)
+    def cancel(self, id: int, tokens: int | None = None) -> None:
+        self.scheduler.cancel(id, tokens)
 
     def purge(self, realm: Realm, ids: list[int], spare: int = 0) -> None:
-        self.scheduler.purge(realm, ids, spare)
+        """Ids that no prompt can have are of nothing that is kept."""
+        if all(0 <= id < self._vocab_size for id in ids):
+            self.scheduler.purge(realm, ids, spare)
 
     def rest(self) -> None:
         """To be called now and then while there is nothing to do."""

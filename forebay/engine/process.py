@@ -157,8 +157,8 @@ def serve(engine: Engine, link: Link) -> None:
             match to_engine(body):
                 case Submit(spec):
                     engine.submit(spec)
-                case Cancel(id):
-                    engine.cancel(id)
+                case Cancel(id, tokens):
+                    engine.cancel(id, tokens)
                 case Purge(salt, ids, public, spare):
                     engine.purge(Realm(salt, public), ids, spare)
         now = time.monotonic()

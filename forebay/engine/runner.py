@@ -191,7 +191,8 @@ def build(files: ModelFiles, settings: EngineSettings) -> Built:
 
 
 def _layout(files: ModelFiles, shape: KVShape, arithmetic: tuple[str, ...]) -> bytes:
-    code = code_version(base.__file__, kernels.__file__)
+    folders = (Path(kernels.__file__).parent, Path(base.__file__).parent, Path(verdict.__file__).parent)
+    code = code_version(*(str(path) for folder in folders for path in sorted(folder.iterdir())))
     return hashlib.sha256(repr((fingerprint(files), code, shape, PAGE_SIZE, arithmetic)).encode()).digest()
 
 

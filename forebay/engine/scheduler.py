@@ -67,10 +67,11 @@ class Scheduler:
         self.waiting.append(seq)
         return None
 
-    def cancel(self, id: int) -> None:
-        """Flag it; the next plan() or commit() ends it. Unknown ids have ended already."""
+    def cancel(self, id: int, tokens: int | None = None) -> None:
+        """Flag it; the next plan() or commit() ends it. Unknown ids have ended already. ``tokens``: so many of prompt
+        and answer count; what a conversation's turn has computed behind them is not kept."""
         if seq := self._by_id.get(id):
-            seq.cancelled = True
+            seq.cancelled, seq.counted = True, tokens
 
     def purge(self, realm: Realm, ids: list[int], spare: int = 0) -> None:
         """Keep no page that only this sequence of tokens has, but the first ``spare``."""
@@ -321,9 +322,11 @@ class Scheduler:
         logprobs: list[Logprobs] | None = None,
         detail: str = "",
     ) -> Emit:
-        if seq.spec.ttl and isinstance(seq.node, Node) and end is not End.ERROR:
-            self.traffic.keep(seq.node)
+        path = _path(seq.node) if seq.spec.ttl and end is not End.ERROR else []
+        counted = len(path) if seq.counted is None else seq.counted // PAGE_SIZE
+        self.traffic.keep(path[:counted])
         self._release(seq)
+        self.tree.prune(path[counted:])
         seq.move(State.ENDED)
         del self._by_id[seq.spec.id]
         if end in (End.STOP, End.LENGTH):
@@ -340,6 +343,15 @@ class Scheduler:
         for seq in self.waiting:
             if seq.table:
                 raise RuntimeError(f"waiting sequence {seq.spec.id} holds pages")
+
+
+def _path(node: object) -> list[Node]:
+    """The nodes from the root down to this one."""
+    path: list[Node] = []
+    while isinstance(node, Node):
+        path.append(node)
+        node = node.parent
+    return path[::-1]
 
 
 def _realm(seq: Sequence) -> Realm:

@@ -160,7 +160,7 @@ class Sequence:
     ``ids`` is prompt + generated; ``computed`` tokens of it have K and V in the pages of ``table``. ``inserted``
     whole pages of the table are in the prefix tree. ``cached`` prompt tokens were there at the first admission, the
     slowest of them from ``tier``; ``fetch`` brought some. ``tally`` and ``bad_words`` are there only where the order
-    asks for them.
+    asks for them. ``counted``: of one that was cancelled, so many tokens are of use to a later turn; None: all.
     """
 
     spec: GenSpec
@@ -177,6 +177,7 @@ class Sequence:
     started: float = 0.0
     preempted: bool = False
     cancelled: bool = False
+    counted: int | None = None
     tally: Tally | None = None
     bad_words: BadWords | None = None
 

@@ -69,7 +69,9 @@ class PageTiers:
         self._clock = clock
         self._most_host = host_bytes // pool.page_bytes
         self._host: OrderedDict[bytes, Bytes] = OrderedDict()
+        self._parents: dict[bytes, bytes] = {}  # of those in the host's memory: the key of the page before
         self._unwritten: dict[bytes, Bytes] = {}
+        self._unstamped: list[bytes] = []
         self._most_unwritten = max(1, MOST_UNWRITTEN // pool.page_bytes)
         self._costs = {"host": 0.0, "disk": 0.0}
         self._counts = Counter(dict.fromkeys(("host_hit", "disk_hit", "saved", "skipped", "damaged"), 0))
@@ -126,36 +128,65 @@ class PageTiers:
             self._host.move_to_end(key)
         if self._files is None:
             return key in self._host
-        return key in self._unwritten or self._files.extend(key, ttl)
+        if key in self._unwritten:
+            return True
+        if not self._files.extend(key, ttl):
+            return False
+        if not self._unstamped:
+            self._write_later(self._stamp, self._files)
+        self._unstamped.append(key)
+        return True
+
+    def _stamp(self, files: PageFiles) -> None:
+        keys, self._unstamped = self._unstamped, []
+        files.stamp(keys)
 
     def save(self, block: Block, page: int, ttl: float) -> None:
         data: Bytes | None = None
         if self._most_host:
             data = self._host[block.key] = self._pool.read(page)
+            self._parents[block.key] = block.parent
             while len(self._host) > self._most_host:
-                self._host.popitem(last=False)
+                del self._parents[self._host.popitem(last=False)[0]]
         if self._files is None:
             return
         if len(self._unwritten) >= self._most_unwritten:
             self._counts["skipped"] += 1
             return
         self._unwritten[block.key] = self._pool.read(page) if data is None else data
-        self._writer.submit(self._write, self._files, block, ttl)
+        self._write_later(self._write, self._files, block, ttl)
 
     def _write(self, files: PageFiles, block: Block, ttl: float) -> None:
-        self._counts["saved" if files.write(block, self._unwritten[block.key], ttl) else "skipped"] += 1
-        del self._unwritten[block.key]
+        written = False
+        try:
+            written = files.write(block, self._unwritten[block.key], ttl)
+        finally:
+            del self._unwritten[block.key]
+            self._counts["saved" if written else "skipped"] += 1
+
+    def _write_later(self, job: Callable[..., None], *args: object) -> None:
+        def run() -> None:
+            try:
+                job(*args)
+            except Exception:  # nobody looks at what became of it
+                log.exception("the KV cache on disk")
+
+        self._writer.submit(run)
 
     def forget(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            self._host.pop(block.key, None)
+        behind = Counter(self._parents.values())
+        for block in reversed(blocks):
+            if behind[block.key]:
+                break
+            if self._host.pop(block.key, None) is not None:
+                behind[self._parents.pop(block.key)] -= 1
         if self._files is not None:
             # Behind what is being written, so that a page that goes on from one of these is seen.
-            self._writer.submit(self._files.remove_chain, blocks)
+            self._write_later(self._files.remove_chain, blocks)
 
     def tidy(self) -> None:
         if self._files is not None:
-            self._writer.submit(self._files.expire)
+            self._write_later(self._files.expire)
 
     def wait(self, seconds: float) -> None:
         with self._came:

@@ -23,7 +23,10 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """``tokens``: so many of prompt and answer count; None: all."""
+
     id: int
+    tokens: int | None = None
 
 
 class Purge(msgspec.Struct, frozen=True, array_like=True, tag=6):

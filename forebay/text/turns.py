@@ -62,7 +62,7 @@ class Turns:
 
     def contexts(self, resume: Resume) -> list[list[int]]:
         """All that the model has read and written in these turns: each a prompt that began anew, and what came of it.
-        What is not known in ids is left out."""
+        What is not known in ids is left out, and what no ids can be is empty."""
         found: list[list[int]] = []
         at: list[int] | None = None
         for packed, answer in resume.turns:
@@ -76,7 +76,10 @@ class Turns:
                 found.append(at)
             if at is not None:
                 at += [*read.ids, *answer]
-        return found
+        return [ids if self._possible(ids) else [] for ids in found]
+
+    def _possible(self, ids: list[int]) -> bool:
+        return min(ids, default=-1) >= 0 and max(ids) < self._vocab_size
 
     def appends(self, reasoning: Reasoning | None) -> bool:
         """Whether conversations are extended, judged on a sample: an answer with thinking, if the model thinks."""
@@ -111,7 +114,7 @@ class Turns:
         else:
             return None
         ids = [id for part in reversed(parts) for id in part]
-        return ids if min(ids, default=-1) >= 0 and max(ids) < self._vocab_size else None
+        return ids if self._possible(ids) else None
 
     def _tail(
         self, messages: Sequence[Message], known: int, written: Sequence[int], variables: Mapping[str, bool | str]

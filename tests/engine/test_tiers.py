@@ -148,7 +148,7 @@ def test_another_layout_finds_nothing_and_leaves_the_files_to_their_owner(start:
     for path in old.iterdir():
         os.utime(path, (1, 1))
     sweep(tmp_path, tmp_path / "kv")
-    assert not old.exists()
+    assert list(old.iterdir()) == []
 
 
 def flip(at: int) -> Callable[[bytes], bytes]:
@@ -258,6 +258,59 @@ def test_a_disk_that_is_full_costs_nothing_but_the_pages(
     assert rig.tiers.counts()["skipped"] == 9
     assert caplog.text.count("No space left") == 1
     assert list((tmp_path / "kv").iterdir()) == []
+
+
+def test_a_disk_that_fails_later_ends_nothing(
+    start: Start, plain: tuple[ModelFiles, Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mounted anew to be read only, say."""
+    rig = start()
+    first = rig.ask(prompt(150))
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    for name in ("os.utime", "Path.unlink", "Path.open"):
+        monkeypatch.setattr(f"forebay.engine.files.{name}", fails)
+    turn = [*prompt(150), *first.tokens, *prompt(60, 5)]
+    second = rig.ask(turn)
+    assert second.tokens == plain[1].greedy(turn, 8)
+    rig.engine.purge(Realm(), turn)
+    rig.tiers.tidy()
+    rig.tiers.settle()
+    assert rig.tiers.counts()["skipped"] >= 3
+    assert not rig.tiers.extend(list(blocks_of(Realm(), root_key(""), turn, 0, 12))[-1].key, 60.0)
+
+
+def test_where_room_is_made_a_conversation_loses_its_end_first(start: Start, built: Built) -> None:
+    page = PoolBytes(built.pool).page_bytes + 1024
+    start(disk=6 * page).ask(prompt(150))
+    assert start(disk=6 * page).ask([*prompt(150), 3]).cached >= 5 * 16
+    host = start(host=6, disk=0, n_pages=24)
+    host.ask(prompt(150))
+    for stranger in range(1, 6):
+        host.ask(prompt(374, stranger), 4, ttl=0.0)
+    again = host.ask([*prompt(150), 3])
+    assert (again.cached, again.tier) == (6 * 16, "host")
+
+
+def test_another_server_on_the_folder_keeps_what_it_needs(start: Start, tmp_path: Path) -> None:
+    now = [time.time()]
+    one = start(clock=lambda: now[0])
+    one.ask(prompt(150), ttl=60.0)
+    other = start(clock=lambda: now[0])
+    other.ask([*prompt(150), 3], ttl=1000.0)
+    now[0] += 100
+    one.tiers.tidy()
+    one.tiers.settle()
+    assert len(list((tmp_path / "kv").iterdir())) >= 9
+
+
+def test_ids_that_none_can_be_purge_nothing(start: Start) -> None:
+    rig = start()
+    rig.ask(prompt(150))
+    rig.engine.purge(Realm(), [2**70] * 32)
+    assert rig.ask([*prompt(150), 3]).cached == 144
 
 
 def test_pages_as_bytes_are_the_pool_itself(built: Built) -> None:

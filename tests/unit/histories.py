@@ -4,6 +4,7 @@ That makes every answer known beforehand, so a test can compare what came out wi
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
@@ -66,6 +67,7 @@ class LowerMemory(NoTiers):
     def __init__(self, memory: PageMemory, room: int = 1000, delay: int = 1) -> None:
         self.kept: dict[bytes, list[tuple[int, int] | None]] = {}
         self.delay = delay
+        self.parents: dict[bytes, bytes] = {}
         self.fetched = 0
         self.refuses = False
         self._memory = memory
@@ -96,10 +98,15 @@ class LowerMemory(NoTiers):
         copied = self._memory.copy(page)
         assert [held and held[1] for held in copied] == list(block.ids)
         self.kept[block.key] = copied
+        self.parents[block.key] = block.parent
 
     def forget(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            self.kept.pop(block.key, None)
+        behind = Counter(self.parents[key] for key in self.kept)
+        for block in reversed(blocks):
+            if behind[block.key]:
+                return
+            if self.kept.pop(block.key, None) is not None:
+                behind[block.parent] -= 1
 
     def pass_by(self) -> None:
         self._plans += 1

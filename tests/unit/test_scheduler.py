@@ -375,7 +375,7 @@ def test_pages_that_must_leave_before_they_were_saved_are_saved_then() -> None:
     h.step()
     assert h.lower is not None
     assert len(h.lower.kept) < 50
-    h.submit(order(2, n_prompt=1000, max_tokens=1))
+    h.submit(order(2, n_prompt=1020, max_tokens=1))  # the whole pool
     h.step()
     assert len(h.lower.kept) == 50
 
@@ -435,6 +435,49 @@ def test_what_a_tenant_deletes_leaves_the_public_part_to_the_others() -> None:
         h.run()
         assert h.news[id][0].cached == cached
         assert h.tokens(id) == expected(spec)
+
+
+def test_deleting_a_conversation_leaves_its_neighbour_all_of_its_own() -> None:
+    """Also what they share, where the neighbour's turn is just running and nothing of it is saved yet."""
+    h = Harness(n_pages=60, max_batch=4, token_budget=300, lower=100)
+    system = list(range(64))
+    mine, other = (GenSpec(id, [*system, *[id] * 40], 20, ttl=100.0) for id in (1, 2))
+    h.submit(mine)
+    h.run()
+    assert h.lower is not None
+    h.submit(other)
+    h.step()
+    h.scheduler.purge(Realm(), mine.ids + h.tokens(1))
+    h.run()
+    assert len(h.lower.kept) == (104 + 20 - 1) // 16
+    h.scheduler.tree.evict(60)
+    again = GenSpec(3, [*other.ids, *h.tokens(2), 9], 5)
+    h.submit(again)
+    h.run()
+    assert h.news[3][0].cached == (104 + 20 - 1) // 16 * 16
+    assert h.tokens(3) == expected(again)
+    h.submit(GenSpec(4, [*mine.ids, 9], 5))
+    h.run()
+    assert h.news[4][0].cached == 64
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_what_was_computed_beyond_what_counts_does_not_stand_in_the_way(running: bool) -> None:
+    """A stop string was seen late, or a client left: the engine knows more of the answer than anybody keeps."""
+    h = Harness(n_pages=60, max_batch=4, token_budget=300, lower=100)
+    spec = GenSpec(1, [1] * 40, 100, ttl=100.0)
+    h.submit(spec)
+    for _ in range(30):
+        h.step()
+    heard = [*spec.ids, *h.tokens(1)[:5]]
+    h.scheduler.cancel(1, len(heard))
+    h.run()
+    assert h.lower is not None
+    assert len(h.lower.kept) == h.scheduler.pages.cached == 45 // 16
+    if not running:
+        h.scheduler.tree.evict(60)
+    h.scheduler.purge(Realm(), heard)
+    assert len(h.lower.kept) == h.scheduler.pages.cached == 0
 
 
 class Histories(RuleBasedStateMachine):

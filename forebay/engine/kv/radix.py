@@ -144,13 +144,17 @@ class PrefixTree:
         return freed
 
     def prune(self, path: Sequence[Node]) -> None:
-        """Free what only this path has, from its end on, and tell nobody, also of what can only go later."""
-        for node in path:
-            node.worth = node.until = 0.0
+        """Free what only this path has, from its end on, and tell nobody, also of what can only go later because a
+        sequence holds it."""
+        below: Node | None = None
         for node in reversed(path):
-            if not self._removable(node):
+            shared = any(child is not below for child in node.children.values())
+            if shared or self._pages.refs(node.page) > 1:
                 return
-            self._remove(node)
+            node.worth = node.until = 0.0
+            below = node
+            if self._removable(node):
+                self._remove(node)
 
     def _removable(self, node: Node) -> bool:
         return not node.children and self._pages.evictable(node.page)

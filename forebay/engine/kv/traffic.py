@@ -13,6 +13,7 @@ from .tiers import Arrival, Offer, Realm, Tiers, blocks_of, root_key
 
 #: Pages copied out of the pool between two steps, so that no step waits for long.
 SAVES_PER_STEP = 16
+LOOK = 1 / 32  # of that, for a page that is there already
 #: Pages that may wait to be copied. Those beyond are not, unless they are evicted.
 MOST_UNSAVED = 1 << 14
 #: A conversation's page is kept before a stranger's that was used so much later: this part of its time to live. Next
@@ -89,9 +90,9 @@ class Traffic:
         if now >= self._tidied + TIDY:
             self._tidied = now
             self.tiers.tidy()
-        saved = 0
-        while self._unsaved and saved < SAVES_PER_STEP:
-            saved += self._save(self._unsaved.popleft())
+        spent = 0.0
+        while self._unsaved and spent < SAVES_PER_STEP:
+            spent += 1 if self._save(self._unsaved.popleft()) else LOOK
 
     def _insert(self, fetch: Fetch, came: int) -> None:
         fetch.underway = False
@@ -110,15 +111,11 @@ class Traffic:
         """What a page is worth that is used now, and until when its conversation may go on."""
         return self._now + CREDIT * ttl, self._now + ttl if ttl else 0.0
 
-    def keep(self, node: Node | None) -> None:
-        """Have the page of ``node`` and all before it saved, the first of them first."""
-        path: list[Node] = []
-        at: object = node
-        while isinstance(at, Node):
-            path.append(at)
-            at = at.parent
-        for one in reversed(path[max(0, len(path) + len(self._unsaved) - MOST_UNSAVED) :]):
-            self._unsaved.append(one)
+    def keep(self, path: Sequence[Node]) -> None:
+        """Have these pages saved, the last of them first: where room is made later, what was saved first goes first,
+        and without its beginning the rest of a path is of no use."""
+        room = max(0, MOST_UNSAVED - len(self._unsaved))
+        self._unsaved.extend(reversed(path[:room]))
 
     def forget(self, realm: Realm, ids: Sequence[int], spare: int) -> None:
         """Free what only this sequence of tokens has, in all tiers; but its first ``spare`` pages."""

@@ -245,6 +245,16 @@ def test_a_deleted_conversation_is_in_no_tier_and_its_neighbour_stays(start: Sta
     assert start().ask([*others, 3]).cached == 160
 
 
+def test_a_neighbours_copies_in_memory_stay(start: Start) -> None:
+    rig = start(host=64, disk=0)
+    mine, others = ([*prompt(64), *prompt(100, salt)] for salt in (1, 2))
+    rig.ask(mine)
+    rig.ask(others)
+    rig.engine.purge(Realm(), mine)
+    offers = [rig.tiers.find(blocks_of(Realm(), root_key(""), ids, 0, 10)) for ids in (mine, others)]
+    assert [len(offer.blocks) for offer in offers if offer is not None] == [4, 10]
+
+
 def test_a_disk_that_is_full_costs_nothing_but_the_pages(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

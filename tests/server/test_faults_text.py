@@ -108,7 +108,7 @@ class Dictated:
         client = self
 
         class News:
-            spec, lost = make(1), False
+            spec, lost, counted = make(1), False, 0
 
             def __init__(self) -> None:
                 self.ids = list(client.ids)

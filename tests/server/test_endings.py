@@ -331,7 +331,8 @@ async def test_law_1_every_accepted_request_has_one_ending() -> None:
         running.backend.script = mixed
         for _ in range(4):
             pending = [client.post(CHAT, json=body(stream=i % 2 == 0)) for i in range(15)]
-            await asyncio.gather(*(asyncio.wait_for(p, 0.4) for p in pending), return_exceptions=True)
+            # Long enough for all of them to have arrived, also on a slow machine.
+            await asyncio.gather(*(asyncio.wait_for(p, 1.2) for p in pending), return_exceptions=True)
         await until(lambda: running.backend.running == 0 and running.app.state.gate.waiting == 0)
         success = sum(count(running, "vllm:request_success_total", finished_reason=r) for r in ("stop", "length"))
         errors = count(running, "forebay:request_errors_total", code="engine_failure")

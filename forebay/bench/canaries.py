@@ -33,7 +33,7 @@ import psutil
 from .. import catalog
 from ..config import load
 from ..contract import ForebayError
-from .client import Endpoint, RequestFailed
+from .client import Endpoint, RequestFailed, reason
 from .machine import machine
 from .servers import Memory, Server, free_port, running, stop_on_term
 from .workload import WORDS, draw_seed, prompt
@@ -123,7 +123,7 @@ class Campaign:
                 if response.status in (409, 503):
                     self.seen.refused[response.status] += 1
                 elif response.status != 200:
-                    raise RequestFailed(f"{response.status}: {(await response.text())[:300]}")
+                    raise RequestFailed(reason(response.status, await response.read()))
                 elif stream:
                     await response.content.readany()
                     self.seen.left += 1

@@ -85,7 +85,7 @@ class Endpoint:
                 if not body.get("stream"):
                     frames: AsyncGenerator[bytes, None] = _whole(response)
                 else:
-                    frames = _events(response.content)
+                    frames = events(response.content)
                 async for frame in frames:
                     chunk = _parse(frame)
                     finished |= chunk.finish is not None
@@ -102,7 +102,7 @@ async def _whole(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None
     yield await response.read()
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
+async def events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
     """The data of each SSE event up to ``[DONE]``; comments and other fields are skipped."""
     rest = b""
     async for piece in content.iter_any():

@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from rich.table import Table
 from .. import catalog
 from ..config import load
 from ..contract import ForebayError
-from .client import Endpoint, RequestFailed
+from .client import Endpoint, RequestFailed, events, reason
 from .machine import machine, told
 from .report import wide_console
 from .servers import Server, ServerFailed, busy, free_port, running, stop_on_term
@@ -70,8 +70,9 @@ async def respond(session: aiohttp.ClientSession, server: Endpoint, **fields: An
     begin, first, text = time.monotonic(), 0.0, []
     async with session.post(f"{server.base}/responses", json=fields | {"stream": True}) as response:
         if response.status != 200:
-            raise RequestFailed(f"{response.status}: {(await response.text())[:300]}")
-        async for event in _events(response.content):
+            raise RequestFailed(reason(response.status, await response.read()))
+        async for data in events(response.content):
+            event = msgspec.json.decode(data)
             if event["type"] == "response.output_text.delta":
                 first = first or time.monotonic() - begin
                 text.append(event["delta"])
@@ -87,12 +88,6 @@ async def respond(session: aiohttp.ClientSession, server: Endpoint, **fields: An
                     "".join(text),
                 )
     raise RequestFailed("the stream broke off")
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    async for line in content:
-        if line.startswith(b"data: "):
-            yield msgspec.json.decode(line[6:])
 
 
 # ---- crowd

@@ -14,15 +14,14 @@ import struct
 import threading
 import time
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .kv.tiers import Block
+from .kv.tiers import Block, loose_end
 
 log = logging.getLogger(__name__)
 
@@ -145,16 +144,11 @@ class PageFiles:
                 self._drop(key)
             _unlink(self._path(key))
 
-    def remove_chain(self, blocks: Iterable[Block]) -> None:
+    def remove_chain(self, blocks: Sequence[Block]) -> None:
         """From the end of these pages on, up to the first that another page stands behind."""
         with self._lock:
-            behind = Counter(entry.parent for entry in self._entries.values())
-        for block in reversed(list(blocks)):
-            if behind[block.key]:
-                return
-            if block.key in self:
-                self.remove([block.key])
-                behind[block.parent] -= 1
+            parents = {key: entry.parent for key, entry in self._entries.items()}
+        self.remove(loose_end(blocks, parents))
 
     def expire(self) -> None:
         """Remove what nobody may ask for any more."""

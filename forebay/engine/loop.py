@@ -96,7 +96,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             steps=self._steps,
             step_tokens=n_tokens,
-            tiers=dict(scheduler.traffic.tiers.counts()),
+            tiers=scheduler.traffic.tiers.counts(),
         )
 
     def generate(self, specs: list[GenSpec]) -> dict[int, list[Emit]]:

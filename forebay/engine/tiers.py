@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from .files import Bytes, PageFiles
-from .kv.tiers import Arrival, Block, Offer
+from .kv.tiers import Arrival, Block, Offer, loose_end
 
 log = logging.getLogger(__name__)
 
@@ -174,12 +174,8 @@ class PageTiers:
         self._writer.submit(run)
 
     def forget(self, blocks: Sequence[Block]) -> None:
-        behind = Counter(self._parents.values())
-        for block in reversed(blocks):
-            if behind[block.key]:
-                break
-            if self._host.pop(block.key, None) is not None:
-                behind[self._parents.pop(block.key)] -= 1
+        for key in loose_end(blocks, self._parents):
+            del self._host[key], self._parents[key]
         if self._files is not None:
             # Behind what is being written, so that a page that goes on from one of these is seen.
             self._write_later(self._files.remove_chain, blocks)
@@ -197,7 +193,7 @@ class PageTiers:
         for executor in (self._reader, self._writer):
             executor.submit(lambda: None).result()
 
-    def counts(self) -> Mapping[str, int]:
+    def counts(self) -> dict[str, int]:
         return {**self._counts, "disk_bytes": self._files.bytes if self._files is not None else 0}
 
     def _copy_of(self, key: bytes) -> Bytes | None:

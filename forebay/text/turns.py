@@ -66,9 +66,8 @@ class Turns:
         found: list[list[int]] = []
         at: list[int] | None = None
         for packed, answer in resume.turns:
-            try:
-                read = msgspec.msgpack.decode(packed, type=_Read)
-            except msgspec.MsgspecError:
+            read = _read(packed)
+            if read is None:
                 at = None
                 continue
             if read.whole:
@@ -102,11 +101,8 @@ class Turns:
         """What the model has read and written so far; None where that is not known."""
         parts: list[Sequence[int]] = []
         for packed, answer in reversed(resume.turns):
-            try:
-                read = msgspec.msgpack.decode(packed, type=_Read)
-            except msgspec.MsgspecError:  # there was none, or the store is damaged: the text is there all the same
-                return None
-            if read.meaning != meaning:
+            read = _read(packed)
+            if read is None or read.meaning != meaning:
                 return None
             parts += [answer, read.ids]
             if read.whole:
@@ -144,6 +140,14 @@ class Turns:
             return tokenizer.encode_pieces(pieces)
         except InvalidRequest:  # the whole conversation may still be to the template's liking
             return None
+
+
+def _read(packed: bytes) -> _Read | None:
+    """None where there was none, or the store is damaged: the text is there all the same."""
+    try:
+        return msgspec.msgpack.decode(packed, type=_Read)
+    except msgspec.MsgspecError:
+        return None
 
 
 def _bare(text: str, mark: str) -> str:

@@ -81,3 +81,10 @@ async def small(tiny: Product) -> AsyncIterator[Asker]:
 async def real(demo: Product) -> AsyncIterator[Asker]:
     async with asking(demo, "smollm2-135m-instruct") as asker:
         yield asker
+
+
+@pytest.fixture
+async def http(server: Served) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the server that the module has, and a patient one."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as opened:
+        yield opened

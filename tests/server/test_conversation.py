@@ -29,12 +29,6 @@ async def server(embedded: EmbeddedValkey) -> AsyncIterator[Served]:
         yield running
 
 
-@pytest.fixture
-async def http(server: Served) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-        yield client
-
-
 _names = (f"session {number}" for number in range(10**6))
 
 

@@ -41,12 +41,6 @@ async def client(server: Served) -> AsyncIterator[openai.AsyncOpenAI]:  # type: 
         yield opened
 
 
-@pytest.fixture
-async def http(server: Served) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as opened:
-        yield opened
-
-
 async def texts(client: openai.AsyncOpenAI, id: str, **query: Any) -> list[str]:
     """All that was said, over as many pages as there are."""
     items = [item async for item in client.conversations.items.list(id, **query)]

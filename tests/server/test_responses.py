@@ -47,12 +47,6 @@ async def client(server: Served) -> AsyncIterator[openai.AsyncOpenAI]:  # type: 
         yield opened
 
 
-@pytest.fixture
-async def http(server: Served) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as opened:
-        yield opened
-
-
 def asked(text: str = "one", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": text, **fields}
 

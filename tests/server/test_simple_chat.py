@@ -24,12 +24,6 @@ async def server(embedded: EmbeddedValkey) -> AsyncIterator[Served]:
         yield running
 
 
-@pytest.fixture
-async def http(server: Served) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as opened:
-        yield opened
-
-
 async def test_a_prompt_is_answered_and_the_session_goes_on(server: Served, http: httpx.AsyncClient) -> None:
     first = await http.post("/chat", json={"prompt": "one", "user_id": "u"})
     session = first.json()["session_id"]

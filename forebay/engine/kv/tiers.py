@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -64,6 +65,20 @@ def blocks_of(realm: Realm, parent: bytes, ids: Sequence[int], first: int, end: 
         parent = block.key
 
 
+def loose_end(blocks: Sequence[Block], parents: Mapping[bytes, bytes]) -> list[bytes]:
+    """Keys of a chain that are there (``parents``: key of all that is there -> that of the page before), from its end
+    on, up to the first that another chain goes on from."""
+    behind = Counter(parents.values())
+    loose = []
+    for block in reversed(blocks):
+        if behind[block.key]:
+            break
+        if block.key in parents:
+            behind[block.parent] -= 1
+            loose.append(block.key)
+    return loose
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     """Pages one after the other that lower tiers have. ``tier`` is the slowest that has any of them."""
@@ -109,7 +124,7 @@ class Tiers(Protocol):
         """Until some arrival is over, or the time."""
         ...
 
-    def counts(self) -> Mapping[str, int]:
+    def counts(self) -> dict[str, int]:
         """Pages by what became of them, cumulative: ``<tier>_hit``, ``saved``, ``skipped``, ``damaged``; and
         ``disk_bytes`` now."""
         ...
@@ -139,5 +154,5 @@ class NoTiers:
     def wait(self, seconds: float) -> None:
         pass
 
-    def counts(self) -> Mapping[str, int]:
+    def counts(self) -> dict[str, int]:
         return {}

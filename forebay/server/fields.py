@@ -23,14 +23,15 @@ Neutral = Mapping[str, tuple[object, ...]]
 
 def drop_neutral(fields: dict[str, Any], table: Neutral) -> dict[str, Any]:
     """``fields`` without those that change nothing. Raises ValueError naming the first unsupported one."""
-    kept = {}
-    for name, value in fields.items():
-        if name not in table:
-            kept[name] = value
+    found = table.keys() & fields.keys()  # a body may have a million fields: only those that are in the table are looked at
+    if not found:
+        return fields
+    for name in [name for name in fields if name in found]:
+        value = fields[name]
         # 0, 0.0 and False are equal in Python, not on the wire
-        elif value is not None and not any(type(value) is type(item) and value == item for item in table[name]):
+        if value is not None and not any(type(value) is type(item) and value == item for item in table[name]):
             raise _Unsupported(name)
-    return kept
+    return {name: value for name, value in fields.items() if name not in found}
 
 
 class _Unsupported(ValueError):
@@ -63,9 +64,10 @@ class Strict(BaseModel):
         """Of unknown fields only the first: pydantic would make an error of each of a million."""
         if not isinstance(fields, dict):
             return fields
-        dropped = {name for name in fields if name not in cls.model_fields}
-        dropped.discard(next((name for name in fields if name in dropped), None))
-        return {name: value for name, value in fields.items() if name not in dropped} if dropped else fields
+        unknown = next((name for name in fields if name not in cls.model_fields), None)
+        if unknown is None:
+            return fields
+        return {name: fields[name] for name in (*cls.model_fields, unknown) if name in fields}
 
 
 ShortText = Annotated[Text, Field(min_length=1, max_length=256)]

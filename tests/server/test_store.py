@@ -52,7 +52,8 @@ async def delaying(target: str, folder: Path, dice: random.Random, most: float) 
                 cut = dice.randrange(len(piece) + 1)
                 for part in (piece[:cut], piece[cut:]):
                     await asyncio.sleep(dice.uniform(0, most))
-                    writer.write(part)
+                    if not writer.is_closing():  # the other direction may have ended meanwhile
+                        writer.write(part)
         writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -66,10 +67,11 @@ async def delaying(target: str, folder: Path, dice: random.Random, most: float) 
 
 @asynccontextmanager
 async def delayed_store(folder: Path, dice: random.Random, most: float) -> AsyncIterator[Store]:
+    """One that is more patient than the server's: on a busy machine the proxy alone may take that long."""
     async with (
         started(folder / "v") as running,
         delaying(running.url.removeprefix("unix://"), folder, dice, most) as url,
-        Store(url) as store,
+        Store(url, timeout=10.0) as store,
     ):
         yield store
 

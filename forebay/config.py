@@ -53,6 +53,20 @@ class Room(BaseModel):
 class EngineSettings(Room):
     """The engine process: what is loaded and how much it may take."""
 
+    engine: str = Field(
+        default="model",
+        pattern=r"^(model|simulated:[a-z0-9_-]+)$",
+        description="What computes: the model, or simulated:PROFILE (cpu, 8xa100), which only takes the time.",
+    )
+    batching: Literal["continuous", "window", "serial"] = Field(
+        default="continuous",
+        description="When waiting requests may join: any step; when none runs and 8 or 100 ms of them wait; one by one.",
+    )
+    max_gap: float = Field(
+        default=0.075,
+        ge=0,
+        description="Seconds that a step may take for the sake of prompts while answers run; 0: no limit.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="Type of weights and KV cache; auto takes bfloat16 where the hardware computes in it.",
@@ -95,10 +109,37 @@ class EngineSettings(Room):
 
 
 class AdmissionSettings(Room):
-    """The queue in the front."""
+    """The gate in the front: who waits, who is refused, and in which order."""
 
     max_queue: int = Field(default=0, ge=0, le=1_000_000, description="Requests that may wait; 0 takes 5 x max-batch.")
+    max_queued_tokens: int = Field(
+        default=0, ge=0, le=10**9, description="Prompt tokens that may wait; 0 takes 512 x max-queue."
+    )
     queue_timeout: float = Field(default=60.0, gt=0, description="Seconds a request may wait before it is refused.")
+    slo_ttft: float = Field(
+        default=4.0,
+        ge=0,
+        le=10**6,
+        description="Seconds to the first token that are promised: who would wait longer is refused at once; 0: nobody.",
+    )
+    user_concurrency: int = Field(
+        default=0, ge=0, le=1_000_000, description="Requests of one user at once, waiting or running; 0: no limit."
+    )
+    user_share: float = Field(
+        default=2.0,
+        ge=0,
+        le=10**6,
+        description="A user's part of the queue, in parts that were equal for all who are here; 0: no limit.",
+    )
+    user_tokens: float = Field(
+        default=0.0, ge=0, description="Tokens of one user per second, over a minute; 0: no limit."
+    )
+    brownout: bool = Field(default=True, description="Do with less for everybody while requests wait for long.")
+    busy_text: str = Field(
+        default="We are busy just now, please try again shortly. 系统繁忙，请稍后再试。",
+        description="What who is refused reads first.",
+    )
+    busy_hint: str = Field(default="", description="What it reads then: where else to turn to, say 转人工.")
 
 
 class ServerSettings(Room):
@@ -194,6 +235,8 @@ class KeySettings(Room):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     tenant: Name
     service_class: Literal["interactive", "batch"] = Field(default="interactive", alias="class")
+    rate: float = Field(default=0.0, ge=0, description="Requests per second, over ten seconds; 0: no limit.")
+    slo_ttft: float | None = Field(default=None, ge=0, description="As the setting of this name, for this key.")
 
 
 class Settings(Room):
@@ -221,6 +264,10 @@ class Settings(Room):
     @property
     def max_queue(self) -> int:
         return self.admission.max_queue or 5 * self.engine.max_batch
+
+    @property
+    def max_queued_tokens(self) -> int:
+        return self.admission.max_queued_tokens or 512 * self.max_queue
 
 
 ROOMS: dict[str, type[Room]] = {

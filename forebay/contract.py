@@ -12,6 +12,7 @@ The error tree (a foreign error is mapped to one of these at the border of its r
     ├── BodyTooLarge            413  invalid_request_error
     ├── TryLater                     has retry_after
     │   ├── Conflict            409  invalid_request_error
+    │   ├── RateLimited         429  rate_limit_error, this key or user has more than its part
     │   └── Busy                503  overloaded_error
     │       ├── DeadlineExceeded     waited in the queue longer than allowed
     │       ├── EngineUnavailable    the engine is starting, restarting or gone
@@ -75,11 +76,16 @@ class MethodNotAllowed(ForebayError):
 
 
 class TryLater(ForebayError):
-    """The same request may do later; ``retry_after`` is in seconds."""
+    """The same request may do later; ``retry_after`` is in seconds. ``code``: the reason, where it is another than the
+    class says."""
 
-    def __init__(self, message: str, *, retry_after: float = 1.0, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry_after: float = 1.0, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message, param=param)
         self.retry_after = retry_after
+        if code is not None:
+            self.code = code
 
 
 class Conflict(TryLater):
@@ -88,6 +94,14 @@ class Conflict(TryLater):
     status = 409
     kind = "invalid_request_error"
     code = "turn_in_progress"
+
+
+class RateLimited(TryLater):
+    """Others get their part; this one has had its own."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limited"
 
 
 class BodyTooLarge(ForebayError):
@@ -193,7 +207,8 @@ class GenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request ready to run: ``n_tokens`` prompt tokens; ``key`` is SHA-256 over all that decides the answer.
+    """A request ready to run: ``n_tokens`` prompt tokens, of which ``cached`` need probably not be computed, and at most
+    ``max_tokens`` of an answer; ``key`` is SHA-256 over all that decides the answer.
 
     ``order`` and ``resume`` belong to the backend; the server only hands them back: ``resume`` in the Resume of the
     conversation's next turn (empty for a request that has none itself).
@@ -203,6 +218,8 @@ class Prepared:
     key: bytes
     order: object
     resume: bytes = b""
+    max_tokens: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +277,27 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a backend computes, as it measures it: a step takes ``base`` seconds, and ``decode`` for each sequence that
+    generates in it, and ``prefill`` for each token of a prompt. Beside such sequences a step takes at most ``chunk``
+    tokens of prompts."""
+
+    base: float
+    decode: float
+    prefill: float
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What a backend says of itself now. Counters are cumulative over restarts; ``pages`` maps state -> count.
 
     ``credits`` is how many more requests it can take at once (front + engine agree on it; may be negative).
     ``heartbeat_age`` is seconds since the last news from the engine. ``step_tokens`` maps an upper bound
     (tokens in a step) -> number of steps at or under it, cumulative, for the iteration histogram. ``tiers``: pages of
-    KV below the device by what became of them (``disk_hit``, ``saved``, ...), and ``disk_bytes``.
+    KV below the device by what became of them (``disk_hit``, ``saved``, ...), and ``disk_bytes``. ``slots``: sequences
+    that it can run at once; ``owed``: prompt tokens that it has taken and not computed yet; ``pace``: None where it was
+    not measured.
     """
 
     ready: bool
@@ -285,6 +316,9 @@ class Load:
     step_tokens: Mapping[int, int] = field(default_factory=dict)
     step_tokens_sum: int = 0
     tiers: Mapping[str, int] = field(default_factory=dict)
+    slots: int = 0
+    owed: int = 0
+    pace: Pace | None = None
 
 
 @dataclass(frozen=True, slots=True)

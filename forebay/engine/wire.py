@@ -52,7 +52,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """News of one step. ``received`` counts all Submits ever seen, so that the front knows what is in transit;
-    the other numbers are those after the step; counters are cumulative. ``step_tokens`` 0: a heartbeat."""
+    the other numbers are those after the step; counters are cumulative. ``step_tokens`` 0: a heartbeat. ``owed``: prompt
+    tokens that are to be computed yet. ``pace``: base, decode, prefill and chunk of contract.Pace, or nothing."""
 
     emits: list[Emit]
     received: int
@@ -66,6 +67,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag=4):
     steps: int
     step_tokens: int
     tiers: dict[str, int]
+    owed: int = 0
+    pace: tuple[float, float, float, int] | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -23,7 +23,9 @@ Neutral = Mapping[str, tuple[object, ...]]
 
 def drop_neutral(fields: dict[str, Any], table: Neutral) -> dict[str, Any]:
     """``fields`` without those that change nothing. Raises ValueError naming the first unsupported one."""
-    found = table.keys() & fields.keys()  # a body may have a million fields: only those that are in the table are looked at
+    found = (
+        table.keys() & fields.keys()
+    )  # a body may have a million fields: only those that are in the table are looked at
     if not found:
         return fields
     for name in [name for name in fields if name in found]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from ..contract import (
     DeadlineExceeded,
@@ -82,13 +82,19 @@ class _Speech:
 
 
 async def deltas(
-    stream: Stream, tokenizer: Tokenizer, stop: tuple[str, ...], splitter: Splitter | None
+    stream: Stream,
+    tokenizer: Tokenizer,
+    stop: tuple[str, ...],
+    splitter: Splitter | None,
+    heard: Callable[[Emit], None] = lambda emit: None,
 ) -> AsyncGenerator[Delta]:
-    """Text as it comes, until the ending. What piled up while nobody read comes as one delta."""
+    """Text as it comes, until the ending. What piled up while nobody read comes as one delta. ``heard`` is told of
+    all that the engine says."""
     speech = _Speech(tokenizer, stop)
     n_prompt, n_done = len(stream.spec.ids), 0
     while True:
         emit = await stream.get()
+        heard(emit)
         # The token that ends the answer is counted but is no text.
         speaking = emit.tokens[:-1] if emit.end is End.STOP else emit.tokens
         text = ""

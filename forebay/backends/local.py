@@ -33,13 +33,16 @@ from ..contract import (
 )
 from ..engine.client import EngineClient
 from ..engine.kv.pages import PAGE_SIZE
+from ..engine.kv.tiers import Realm
 from ..engine.sequence import GenSpec
+from ..engine.wire import Hello
 from ..text.detokenize import Detokenizer
 from ..text.reasoning import Reasoning
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from ..text.turns import Turns
 from .answer import deltas
+from .prefixes import Prefixes, Trace, worth_remembering
 from .secret import server_secret
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,8 @@ class LocalBackend:
         self._files = files
         self._settings = settings
         self._client = EngineClient((files.id, files.kind, files.path, files.cache), settings.engine)
+        self._prefixes = Prefixes(0)
+        self._prefixes_of: Hello | None = None  # the engine that they are of
 
     async def __aenter__(self) -> Self:
         await self._client.start()
@@ -190,7 +195,18 @@ class LocalBackend:
         chat = prompt is None
         decides = msgspec.structs.replace(spec, ttl=0.0, public=0)
         key = hashlib.sha256(msgspec.msgpack.encode((self._fingerprint, decides, request.stop, chat))).digest()
-        return Prepared(len(ids), key, _Order(spec, request.stop, chat), read)
+        cached = self._recent().known(Realm(spec.salt, spec.public), ids)
+        return Prepared(len(ids), key, _Order(spec, request.stop, chat), read, max_tokens, cached)
+
+    def _recent(self) -> Prefixes:
+        """What the engine that runs now has probably in its cache. Each begins with none: what lower tiers have from
+        before is seldom much, and shows when it is asked for again."""
+        hello, engine = self._client.hello, self._settings.engine
+        if hello is not self._prefixes_of:
+            self._prefixes_of = hello
+            tiers = bool(engine.kv_disk or engine.kv_host)
+            self._prefixes = Prefixes(worth_remembering(hello.n_pages, lower_tiers=tiers) if hello else 0)
+        return self._prefixes
 
     def _checked_size(self, field: str, source: str | tuple[Message, ...]) -> int:
         """Characters to be tokenized. Raises ContextTooLong for more than the context could hold of any text."""
@@ -299,11 +315,13 @@ class LocalBackend:
         seed = spec.seed + choice if spec.temperature else 0
         stream = self._client.submit(lambda id: msgspec.structs.replace(spec, id=id, seed=seed, deadline=deadline))
         splitter = self._reasoning.splitter(spec.ids) if order.chat and self._reasoning else None
-        answer = deltas(stream, self._tokenizer, order.stop, splitter)
+        trace = Trace(self._recent(), Realm(spec.salt, spec.public), spec.ids)
+        answer = deltas(stream, self._tokenizer, order.stop, splitter, trace.hear)
         try:
             yield answer
         finally:
             self._client.release(stream)
+            trace.end(stream.counted)
             await answer.aclose()
 
 

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -416,6 +418,71 @@ async def said(backend: LocalBackend, prepared: Prepared) -> AsyncIterator[Delta
             yield delta
 
 
+# ---- what the engine will find in its cache
+
+
+async def guessed(backend: LocalBackend, prepared: Prepared) -> tuple[int, int, list[Delta]]:
+    """(guess, truth, the answer)."""
+    deltas = [delta async for delta in said(backend, prepared)]
+    assert {delta.usage.cached_tokens for delta in deltas} == {deltas[-1].usage.cached_tokens}
+    return prepared.cached, deltas[-1].usage.cached_tokens, deltas
+
+
+async def test_what_is_cached_is_guessed_right(backend: LocalBackend) -> None:
+    question = Message("user", "a cat that has nothing in its cache yet " * 3)
+    fields: dict[str, Any] = {"salt": "guess", "messages": (question,), "max_tokens": 40, "ignore_eos": True}
+    first = await backend.prepare(ask(**fields), Resume())
+    assert first.max_tokens == 40
+    guess, truth, deltas = await guessed(backend, first)
+    assert (guess, truth) == (0, 0)
+    again = await backend.prepare(ask(**fields), Resume())
+    assert (await guessed(backend, again))[:2] == (((first.n_tokens - 1) // 16 * 16,) * 2)
+    ids, text = [id for delta in deltas for id in delta.ids], "".join(delta.text for delta in deltas)
+    more = (question, Message("assistant", text), Message("user", "and?"))
+    next_turn = await backend.prepare(
+        ask(**fields | {"messages": more, "max_tokens": None}), Resume(2, ((first.resume, tuple(ids)),))
+    )
+    assert next_turn.max_tokens == backend.card.max_context - next_turn.n_tokens
+    assert (await guessed(backend, next_turn))[:2] == (((first.n_tokens + 39) // 16 * 16,) * 2)
+    other = await backend.prepare(ask(**fields | {"salt": "another"}))
+    assert (await guessed(backend, other))[:2] == (0, 0)
+
+
+async def test_what_is_just_being_computed_is_guessed_right(backend: LocalBackend) -> None:
+    request = ask("two who ask the same at once " * 4, salt="at once")
+    first = await backend.prepare(request)
+    async with backend.open(first) as deltas:
+        second = await backend.prepare(request)
+        guess, truth, _ = await guessed(backend, second)
+        assert guess == truth == (first.n_tokens - 1) // 16 * 16
+        assert [delta async for delta in deltas][-1].usage.cached_tokens == first.cached == 0
+
+
+async def test_what_was_evicted_or_lost_is_guessed_wrong_once_at_most(model: tuple[ModelFiles, Judge]) -> None:
+    engine = EngineSettings(dtype="float32", device="cpu", kv_memory=2**20, threads=1, max_batch=2, max_context=512)
+    async with LocalBackend(model[0], Settings(engine=engine)) as backend:
+        await backend.wait_ready()
+        await run(backend, ask("wait for the first news"))
+        pages = sum(backend.load().pages.values())
+
+        async def guess(n: int, last: int = 1) -> tuple[int, int]:
+            prompt = (*[10 + n] * 400, last)
+            request = GenRequest(prompt=prompt, max_tokens=1, temperature=0.0, ignore_eos=True)
+            return (await guessed(backend, await backend.prepare(request)))[:2]
+
+        assert [await guess(0), await guess(0), await guess(0, 2)] == [(0, 0), (400, 400), (400, 400)]
+        for n in range(1, pages // 25 + 2):  # more than the pool has room for, and less than twice that
+            assert await guess(n) == (0, 0)
+        assert [await guess(0), await guess(0), await guess(0, 2)] == [(400, 0), (400, 400), (400, 400)]
+        assert backend._client.pid is not None
+        os.kill(backend._client.pid, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while not (backend.load().restarts and backend.load().ready):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        assert [await guess(0), await guess(0)] == [(0, 0), (400, 400)]
+
+
 async def test_a_system_message_that_is_declared_public_is_shared_and_nothing_behind_it(
     model: tuple[ModelFiles, Judge], tmp_path: Path
 ) -> None:
@@ -428,7 +495,9 @@ async def test_a_system_message_that_is_declared_public_is_shared_and_nothing_be
 
         async def cached(salt: str, system: str) -> int:
             said = (Message("system", system), Message("user", "the lazy dog " * 10))
-            return (await run(backend, ask(messages=said, salt=salt)))[-1].usage.cached_tokens
+            guess, truth, _ = await guessed(backend, await backend.prepare(ask(messages=said, salt=salt)))
+            assert guess == truth
+            return truth
 
         said = Message("system", text.strip())
         one, other = [(await backend.tokenize((said, Message("user", word)))).ids for word in ("cat", "dog")]

@@ -11,7 +11,7 @@ TRIED := .venv/.tried
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install serve test try lint bench bench-versus bench-conversations bench-canaries bench-steps clean
+.PHONY: install serve test try lint bench bench-versus bench-conversations bench-canaries bench-steps bench-overload bench-batching bench-front clean
 
 install: $(STAMP)
 
@@ -62,6 +62,18 @@ bench-canaries: $(STAMP)
 # Steps of the engine against the limits of the machine.
 bench-steps: $(STAMP)
 	@exec $(BIN)/python -m forebay.bench.steps $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# More than the server can do, in an open loop; ARGS='curve --gate-off --picture FILE', ARGS='burst fair', for example.
+bench-overload: $(STAMP)
+	@exec $(BIN)/python -m forebay.bench.overload $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# Serial, window and continuous batching under the same load; ARGS='--rounds 1', for example.
+bench-batching: $(STAMP)
+	@exec $(BIN)/python -m forebay.bench.batching $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# What a refusal and a streamed token cost the front; takes wrk where it is installed. ARGS='refusals', for example.
+bench-front: $(STAMP)
+	@exec $(BIN)/python -m forebay.bench.front $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

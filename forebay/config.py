@@ -60,7 +60,7 @@ class EngineSettings(Room):
     )
     batching: Literal["continuous", "window", "serial"] = Field(
         default="continuous",
-        description="When waiting requests may join: any step; when none runs and 8 or 100 ms of them wait; one by one.",
+        description="When waiting requests may join: in any step; 8 together or after 100 ms (10 in a burst); singly.",
     )
     max_gap: float = Field(
         default=0.075,
@@ -120,7 +120,7 @@ class AdmissionSettings(Room):
         default=4.0,
         ge=0,
         le=10**6,
-        description="Seconds to the first token that are promised: who would wait longer is refused at once; 0: nobody.",
+        description="Seconds to the first token that are promised; who would wait longer is refused at once. 0: nobody.",
     )
     user_concurrency: int = Field(
         default=0, ge=0, le=1_000_000, description="Requests of one user at once, waiting or running; 0: no limit."

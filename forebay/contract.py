@@ -207,8 +207,8 @@ class GenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request ready to run: ``n_tokens`` prompt tokens, of which ``cached`` need probably not be computed, and at most
-    ``max_tokens`` of an answer; ``key`` is SHA-256 over all that decides the answer.
+    """A request ready to run: ``n_tokens`` prompt tokens, of which ``cached`` need probably not be computed, and at
+    most ``max_tokens`` of an answer; ``key`` is SHA-256 over all that decides the answer.
 
     ``order`` and ``resume`` belong to the backend; the server only hands them back: ``resume`` in the Resume of the
     conversation's next turn (empty for a request that has none itself).
@@ -278,9 +278,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a backend computes, as it measures it: a step takes ``base`` seconds, and ``decode`` for each sequence that
-    generates in it, and ``prefill`` for each token of a prompt. Beside such sequences a step takes at most ``chunk``
-    tokens of prompts."""
+    """How fast a backend computes, as it measures it: a step takes ``base`` seconds, and ``decode`` for each sequence
+    that generates in it, and ``prefill`` for each token of a prompt. Beside such sequences a step takes at most
+    ``chunk`` tokens of prompts."""
 
     base: float
     decode: float

@@ -24,6 +24,7 @@ from .. import __version__, catalog
 from ..backends.local import LocalBackend
 from ..config import Settings, SettingsError
 from ..contract import ForebayError, NotFound
+from ..engine.profile import with_profile
 from ..server import log
 from ..server.app import create_app
 from ..server.http import protocol
@@ -45,6 +46,7 @@ def run(settings: Settings) -> int:
         signal.signal(number, _interrupt)
     try:
         check_exposure(settings)
+        settings = settings.model_copy(update={"engine": with_profile(settings.engine)})
         # First of all: a port that is taken should not be found out after a download.
         with bind(settings.server.host, settings.server.port) as listener:
             log.configure(settings.server)

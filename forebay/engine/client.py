@@ -15,13 +15,14 @@ import logging
 import socket
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..config import EngineSettings
-from ..contract import EngineFailure, EngineUnavailable, Load, Unsupported
+from ..contract import EngineFailure, EngineUnavailable, Load, Pace, Unsupported
+from .join import policy
 from .sequence import Emit, End, GenSpec, Logprobs
 from .wire import Cancel, Failed, Frame, Hello, Purge, Submit, ToEngine, Unpacker, pack, to_front
 
@@ -85,7 +86,11 @@ class EngineClient:
         self._streams: dict[int, Stream] = {}
         self._next_id = 0
         self._sent = 0
+        self._transit: deque[int] = deque()  # prompt tokens of each order that no frame has told of yet
+        self._transit_tokens = 0
         self._frame: Frame | None = None
+        self._pace: Pace | None = None
+        self._slots = policy(settings.batching, settings.max_batch).slots
         self._heard = 0.0
         self._totals: Counter[str] = Counter()
         self._step_tokens = dict.fromkeys(STEP_BOUNDS, 0)  # bound -> steps at or under it
@@ -127,6 +132,8 @@ class EngineClient:
         stream = self._streams[self._next_id] = Stream(make(self._next_id))
         self._send(Submit(stream.spec))
         self._sent += 1
+        self._transit.append(len(stream.spec.ids))
+        self._transit_tokens += len(stream.spec.ids)
         return stream
 
     def release(self, stream: Stream) -> None:
@@ -145,7 +152,7 @@ class EngineClient:
         frame = self._frame
         counters = self._counters(frame)
         if frame is None:
-            return Load(ready=False, state=self.state, **counters)
+            return Load(ready=False, state=self.state, slots=self._slots, **counters)
         in_transit = self._sent - frame.received
         return Load(
             ready=self.state == "ready",
@@ -157,6 +164,9 @@ class EngineClient:
             pages=frame.pages,
             page_size=self.hello.page_size if self.hello else 0,
             tiers=frame.tiers,
+            slots=self._slots,
+            owed=frame.owed + self._transit_tokens,
+            pace=self._pace,
             **counters,
         )
 
@@ -212,7 +222,10 @@ class EngineClient:
             for name in COUNTERS:
                 self._totals[name] += getattr(frame, name)
         self._frame = None
+        self._pace = None
         self._sent = 0
+        self._transit.clear()
+        self._transit_tokens = 0
 
     async def _run_once(self) -> str:
         """One child from start to end. Returns why it ended; kills it if this is cancelled."""
@@ -289,6 +302,9 @@ class EngineClient:
 
     def _take(self, frame: Frame) -> None:
         self._frame = frame
+        self._pace = Pace(*frame.pace) if frame.pace else None
+        while len(self._transit) > self._sent - frame.received:
+            self._transit_tokens -= self._transit.popleft()
         if frame.step_tokens:
             self._totals["step_tokens_sum"] += frame.step_tokens
             for bound in STEP_BOUNDS:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from itertools import chain
 
 from .kv.pages import PAGE_SIZE
 from .kv.tiers import Realm
-from .runner import Runner
-from .sample import FAILED
+from .pace import Pace
 from .scheduler import Scheduler
 from .sequence import Emit, End, GenSpec, Logprobs
-from .step import Drawn, Step
+from .step import FAILED, Drawn, Runner, Step
 from .wire import Frame
 
 log = logging.getLogger(__name__)
@@ -31,14 +31,29 @@ class EngineBroken(RuntimeError):
 class Engine:
     """Drives in-process for the library, tests and benchmarks, and inside the child process for the server.
 
-    ``clock`` returns monotonic seconds. ``vocab_size`` is the width of the logits.
+    ``clock`` returns monotonic seconds, ``sleep`` waits for some. ``vocab_size`` is the width of the logits. ``pace``
+    is what the warm-up has told of the runner. ``max_gap``: seconds that a step may take for the sake of prompts while
+    answers run; 0: no limit.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, vocab_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None] = time.sleep,
+        pace: Pace | None = None,
+        max_gap: float = 0.0,
+    ) -> None:
         self.scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
+        self.pace = pace or Pace()
         self._vocab_size = vocab_size
         self._clock = clock
+        self._sleep = sleep
+        self._max_gap = max_gap
         self._received = 0
         self._steps = 0
         self._failed_steps = 0
@@ -48,7 +63,7 @@ class Engine:
         """Take an order. What cannot be served is refused in the news of the next step."""
         self._received += 1
         fault = self._fault(spec)
-        refusal = Emit(spec.id, end=End.REFUSED, detail=fault) if fault else self.scheduler.submit(spec)
+        refusal = Emit(spec.id, end=End.REFUSED, detail=fault) if fault else self.scheduler.submit(spec, self._clock())
         if refusal:
             self._news.append(refusal)
 
@@ -68,18 +83,32 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._news)
 
+    def due(self) -> float:
+        """Seconds until step() has something to do: 0 where it has now, infinity where there is no work."""
+        return 0.0 if self._news else self.scheduler.due(self._clock())
+
     def step(self) -> Frame:
         """Do one step if there is work. Raises EngineBroken if no step succeeds any more."""
-        step = self.scheduler.plan(self._clock())
+        begin = self._clock()
+        step = self.scheduler.plan(begin, self._chunk())
         emits = [*self._news, *step.ended]
         self._news = []
         if step.works:
             drawn, failures = self._execute(step)
             emits += self.scheduler.commit(step, drawn, failures)
             self._steps += 1
+            if not failures:  # else some of it was computed twice
+                self.pace.observe(step.n_decodes, step.n_tokens - step.n_decodes, self._clock() - begin)
         elif self.scheduler.traffic.fetches:  # all that there is waits for them
             self.scheduler.traffic.tiers.wait(ARRIVAL_WAIT)
         return self.frame(emits, step.n_tokens)
+
+    def _chunk(self) -> int | None:
+        """Tokens of prefill that the next step may have beside answers; None: as many as there is room for."""
+        decoding = self.scheduler.decoding
+        if not self._max_gap or not decoding:
+            return None
+        return 0 if self.pace.probe() else self.pace.chunk(decoding, self._max_gap)
 
     def frame(self, emits: list[Emit], n_tokens: int = 0) -> Frame:
         """News with the state after them; without news, the heartbeat."""
@@ -97,6 +126,8 @@ class Engine:
             steps=self._steps,
             step_tokens=n_tokens,
             tiers=scheduler.traffic.tiers.counts(),
+            owed=scheduler.owed,
+            pace=self.pace.told(scheduler.policy.slots, self._max_gap, scheduler.token_budget),
         )
 
     def generate(self, specs: list[GenSpec]) -> dict[int, list[Emit]]:
@@ -105,6 +136,8 @@ class Engine:
             self.submit(spec)
         news: dict[int, list[Emit]] = {spec.id: [] for spec in specs}
         while self.has_work:
+            if due := self.due():
+                self._sleep(due)
             for emit in self.step().emits:
                 news[emit.id].append(emit)
         return news
@@ -113,7 +146,7 @@ class Engine:
         """What each work drew, and failures per work. A step that fails as a whole is tried again one by one, so that
         only those at fault end (law 12)."""
         try:
-            drawn = self._runner.execute(step)
+            drawn = self.runner.execute(step)
             failures: dict[int, str] = {}
         except Exception:
             log.exception("a step of %d sequences failed; trying them one by one", len(step.works))
@@ -122,7 +155,7 @@ class Engine:
             failures = {}
             for i, work in enumerate(step.works):
                 try:
-                    alone = self._runner.execute(Step((work,)))
+                    alone = self.runner.execute(Step((work,)))
                     tokens[i] = alone.tokens[0]
                     if alone.logprobs:
                         logprobs[i] = alone.logprobs[0]

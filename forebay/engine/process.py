@@ -17,18 +17,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
-
-from ..catalog import ModelFiles, cache_dir
+from ..catalog import ModelFiles
 from ..config import EngineSettings
 from ..contract import Unsupported
-from .files import PageFiles, sweep
-from .kv.pages import PAGE_SIZE
-from .kv.tiers import NoTiers, Realm, Tiers
+from . import simulated
+from .kv.tiers import Realm
 from .loop import Engine
-from .runner import Built, build
-from .scheduler import Scheduler
-from .tiers import PageTiers, PoolBytes
 from .wire import Cancel, Failed, Hello, Purge, Submit, ToFront, Unpacker, pack, to_engine
 
 log = logging.getLogger(__name__)
@@ -94,59 +88,11 @@ class Link:
 
 def load(files: ModelFiles, settings: EngineSettings) -> tuple[Engine, Hello]:
     """A warm engine and what it says of itself. Raises Unsupported."""
-    started = time.monotonic()
-    built = build(files, settings)
-    loaded = time.monotonic()
-    times = built.runner.warm_up(
-        max_batch=settings.max_batch,
-        token_budget=settings.token_budget,
-        max_context=built.max_context,
-        n_pages=built.n_pages,
-        clock=time.monotonic,
-    )
-    warm = time.monotonic()
-    tiers = _tiers(files, settings, built, min(seconds / rows for rows, seconds in times) * PAGE_SIZE)
-    scheduler = Scheduler(
-        n_pages=built.n_pages,
-        max_batch=settings.max_batch,
-        token_budget=settings.token_budget,
-        max_context=built.max_context,
-        tiers=tiers,
-    )
-    engine = Engine(scheduler, built.runner, vocab_size=built.spec.vocab_size, clock=time.monotonic)
-    other = psutil.Process().memory_info().rss - built.weight_bytes
-    summary = built.summary | {
-        "memory": f"weights {built.weight_bytes >> 20:,} MiB, KV up to {built.kv_bytes >> 20:,} MiB, "
-        f"other {max(0, other) >> 20:,} MiB in the engine",
-        "engine": f"loaded in {loaded - started:.1f} s, {len(times)} shapes warmed in {warm - loaded:.1f} s",
-    }
-    hello = Hello(
-        built.n_pages,
-        PAGE_SIZE,
-        scheduler.max_context,
-        built.spec.vocab_size,
-        summary,
-        max(seconds for _, seconds in times),
-    )
-    return engine, hello
+    if settings.engine != "model":
+        return simulated.load(files, settings)
+    from .loading import load_model  # noqa: PLC0415 - torch takes seconds, and a simulation does without
 
-
-def _tiers(files: ModelFiles, settings: EngineSettings, built: Built, page_cost: float) -> Tiers:
-    host = settings.kv_host
-    if host is None:
-        host = psutil.virtual_memory().available // 4 if built.pool.device.type == "cuda" else 0
-    pool = PoolBytes(built.pool)
-    found: PageFiles | None = None
-    if settings.kv_disk and (cache := cache_dir(files)):
-        folder = cache / f"kv-{built.layout.hex()[:16]}"
-        try:
-            found = PageFiles(folder, built.layout, pool.page_bytes, settings.kv_disk)
-            sweep(cache.parent, folder)
-        except OSError as error:
-            log.warning("no KV cache on disk: %s", error)
-    if found is None and host < pool.page_bytes:
-        return NoTiers()
-    return PageTiers(pool, host_bytes=host, files=found, page_cost=page_cost, clock=time.monotonic)
+    return load_model(files, settings)
 
 
 def serve(engine: Engine, link: Link) -> None:
@@ -162,7 +108,8 @@ def serve(engine: Engine, link: Link) -> None:
                 case Purge(salt, ids, public, spare):
                     engine.purge(Realm(salt, public), ids, spare)
         now = time.monotonic()
-        if engine.has_work:
+        due = engine.due()
+        if not due:
             link.send(engine.step())
             last_frame = now
         elif now - last_frame >= HEARTBEAT:
@@ -171,7 +118,7 @@ def serve(engine: Engine, link: Link) -> None:
             last_frame = now
         else:
             link.flush()
-            link.wait(last_frame + HEARTBEAT - now)
+            link.wait(min(due, last_frame + HEARTBEAT - now))
 
 
 def die_with_parent() -> None:

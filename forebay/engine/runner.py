@@ -30,18 +30,10 @@ from .model.decoder import Decoder
 from .model.families import read_spec
 from .model.spec import ModelSpec
 from .model.weights import load_weights
+from .pace import Timed
 from .sample import logprobs, sample
 from .sequence import GenSpec, Sequence
 from .step import Drawn, Step, Work
-
-
-class Runner(Protocol):
-    """What the loop needs of whatever computes steps."""
-
-    def execute(self, step: Step) -> Drawn:
-        """Token ids are 0 where the work does not sample, sample.FAILED where its logits are broken. Executing a step
-        again gives the same: nothing but the works' own pages is written."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +93,9 @@ class ModelRunner:
 
     def warm_up(
         self, *, max_batch: int, token_budget: int, max_context: int, n_pages: int, clock: Callable[[], float]
-    ) -> list[tuple[int, float]]:
-        """Run every planned shape once, so that the first user does not pay for it. Returns the rows and, by ``clock``,
-        the seconds of each.
+    ) -> list[Timed]:
+        """Run every planned shape once, so that the first user does not pay for it. Returns each with its seconds, by
+        ``clock``.
 
         Decodes at each power of two up to ``max_batch``, a full chunk from the start and one that continues, and
         both together. Writes to pages that nobody holds yet.
@@ -116,8 +108,9 @@ class ModelRunner:
         times = []
         for plan in plans:
             begin = clock()
-            self.execute(Step(tuple(dummy_work(start, count, n_pages) for start, count in plan)))
-            times.append((sum(count for _, count in plan), clock() - begin))
+            step = Step(tuple(dummy_work(start, count, n_pages) for start, count in plan))
+            self.execute(step)
+            times.append(Timed(step.n_decodes, step.n_tokens - step.n_decodes, clock() - begin))
         return times
 
 

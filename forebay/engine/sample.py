@@ -28,9 +28,8 @@ import torch
 from . import kernels
 from .batch import Ints, Sampling
 from .sequence import Logprobs
+from .step import FAILED
 
-#: Marks a row whose logits are not finite: no token can be drawn.
-FAILED = -1
 #: Logits are kept inside of this, so that no penalty, however absurd, makes a sound row look broken.
 LARGEST = 1e30
 

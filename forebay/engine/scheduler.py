@@ -1,8 +1,9 @@
 """Which sequence does how much in the next step. No torch, no clock, no I/O.
 
-``plan(now) -> Step`` decides, the runner executes, ``commit(step, drawn) -> [Emit]`` accounts for it. A step
+``plan(now, chunk) -> Step`` decides, the runner executes, ``commit(step, drawn) -> [Emit]`` accounts for it. A step
 places decodes first (one token each) and fills the rest of the token budget with chunks of prefill, in order of
-precedence: sequences that were preempted before, then by arrival.
+precedence: sequences that were preempted before, then by arrival. Beside answers that run, prefill gets at most
+``chunk`` tokens of the budget. Who may join at all, a JoinPolicy says (join.py).
 
 Memory: a sequence joins if the predicted peak of all that run fits the pool. Where the prediction was wrong, the
 youngest sequence that has never been preempted gives its pages back and is computed again later (its whole pages
@@ -12,9 +13,12 @@ it is preempted at most once, and those that come first can always go on.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 
+from .join import Continuous, JoinPolicy
 from .kv.capacity import OutputGuess, pages_of, predicted_peak
 from .kv.pages import PAGE_SIZE, Pages
 from .kv.radix import Node
@@ -25,17 +29,25 @@ from .step import Drawn, Step, Work
 
 
 class Scheduler:
-    """Owner of all sequences and pages. ``max_context`` bounds prompt + answer of one sequence, in tokens."""
+    """Owner of all sequences and pages. ``max_context`` bounds prompt + answer of one sequence, in tokens. Without a
+    ``policy``, sequences may join in any step."""
 
     def __init__(
-        self, *, n_pages: int, max_batch: int, token_budget: int, max_context: int, tiers: Tiers | None = None
+        self,
+        *,
+        n_pages: int,
+        max_batch: int,
+        token_budget: int,
+        max_context: int,
+        tiers: Tiers | None = None,
+        policy: JoinPolicy | None = None,
     ) -> None:
         if token_budget < max_batch:
             raise ValueError(f"token_budget ({token_budget}) must be at least max_batch ({max_batch})")
         self.pages = Pages(n_pages)
         self.traffic = Traffic(self.pages, tiers or NoTiers())
         self.tree = self.traffic.tree
-        self.max_batch = max_batch
+        self.policy = policy or Continuous(max_batch)
         self.token_budget = token_budget
         self.max_context = min(max_context, n_pages * PAGE_SIZE)
         self.guess = OutputGuess()
@@ -50,8 +62,9 @@ class Scheduler:
 
     # ---- what comes in
 
-    def submit(self, spec: GenSpec) -> Emit | None:
-        """Take an order. Returns the refusal if it can never be served (law 6), else None."""
+    def submit(self, spec: GenSpec, now: float = 0.0) -> Emit | None:
+        """Take an order that comes ``now`` (monotonic s). Returns the refusal if it can never be served (law 6), else
+        None."""
         total = len(spec.ids) + spec.max_tokens
         if not spec.ids:
             return Emit(spec.id, end=End.REFUSED, detail="the prompt has no tokens")
@@ -62,7 +75,7 @@ class Scheduler:
             return Emit(spec.id, end=End.REFUSED, detail=why)
         if spec.id in self._by_id:
             return Emit(spec.id, end=End.REFUSED, detail="the id is in use")
-        seq = self._by_id[spec.id] = Sequence.of(spec, self._arrivals)
+        seq = self._by_id[spec.id] = Sequence.of(spec, self._arrivals, now)
         self._arrivals += 1
         self.waiting.append(seq)
         return None
@@ -81,11 +94,29 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting) or self.traffic.busy
 
+    def due(self, now: float) -> float:
+        """Seconds until a step could do something: 0 where it can now, infinity where there is nothing to do."""
+        if self.running or self.traffic.busy or any(seq.cancelled for seq in self.waiting):
+            return 0.0
+        return self.policy.due(self.waiting, now) if self.waiting else math.inf
+
+    @property
+    def decoding(self) -> int:
+        """Sequences whose answers go on in the next step. (The last token of a prompt, and an answer that is computed
+        again after a preemption, let nobody wait who reads.)"""
+        return sum(seq.owed == 1 and seq.generated > 0 for seq in self.running)
+
+    @property
+    def owed(self) -> int:
+        """Tokens of prompts, and of answers that were preempted, that are to be computed yet. What waits counts whole:
+        how much of it is cached is known when it joins."""
+        return sum(seq.owed for seq in self.running if seq.owed > 1) + sum(seq.owed for seq in self.waiting)
+
     def credits(self) -> int:
         """How many more orders could start soon: free slots less those already waiting for one, and no more than
         the predicted free pages hold, going by the sequences that are here. Negative: too many wait already."""
         here = [*self.running, *self.waiting]
-        slots = self.max_batch - len(here)
+        slots = self.policy.vacancies(len(self.running), len(self.waiting))
         if not here:
             return slots
         loads = [(len(seq.ids), self._to_come(seq)) for seq in here]
@@ -95,8 +126,9 @@ class Scheduler:
 
     # ---- plan
 
-    def plan(self, now: float) -> Step:
-        """The next step. ``now`` (monotonic s) is compared with deadlines and stamped on what starts."""
+    def plan(self, now: float, chunk: int | None = None) -> Step:
+        """The next step. ``now`` (monotonic s) is compared with deadlines and stamped on what starts. If answers go on
+        in it, it has at most ``chunk`` tokens of prefill; 0: none, in this step."""
         if self._in_flight is not None:
             raise RuntimeError("the last step has not been committed")
         self.traffic.work(now)
@@ -104,6 +136,8 @@ class Scheduler:
         works: list[Work] = []
         # Decodes are owed one token each, whatever else happens.
         spare = self.token_budget - sum(seq.owed == 1 for seq in self.running)
+        if chunk is not None and self.decoding:
+            spare = min(spare, chunk)
         order = sorted(self.running, key=_precedence)
         while order:
             seq = order.pop(0)
@@ -112,20 +146,26 @@ class Scheduler:
                 works.append(_work(seq, count))
                 spare -= count if seq.owed > 1 else 0
         held_back: list[Sequence] = []
-        for seq in tuple(self.waiting):
-            # A place is kept for those that are held back: they are earlier than what comes after them.
-            if spare <= 0 or len(self.running) + len(held_back) >= self.max_batch:
+        # Those that are held back keep their places: they are earlier than what comes after them.
+        may = tuple(islice(self.waiting, self.policy.open(len(self.running), self.waiting, now)))
+        filling = [seq for seq in self.running if seq.owed > 1] if may else []
+        most = sum(map(self._most, self.running)) if may else 0
+        for seq in may:
+            if spare <= 0:
                 break
             path = self.tree.match(_realm(seq), seq.ids, (len(seq.ids) - 1) // PAGE_SIZE)
-            if self._about_to_be_shared(seq, path):
+            most += self._most(seq)
+            if self._about_to_be_shared(seq, path, filling):
                 held_back.append(seq)
                 continue
-            if self.running and not self._fits(seq, path, held_back):
+            # Where all of them at their longest fit, nobody has to predict.
+            if self.running and most > self._room * PAGE_SIZE and not self._fits(seq, path, held_back):
                 break
             if self._about_to_arrive(seq, path):
                 held_back.append(seq)
                 continue
             self._join(seq, path, now)
+            filling.append(seq)
             count = min(seq.owed, spare)
             if not self._grow(seq, seq.computed + count, []):
                 break
@@ -185,14 +225,15 @@ class Scheduler:
         self.waiting.insert(at, seq)
         self.preemptions += 1
 
-    def _about_to_be_shared(self, seq: Sequence, path: list[Node]) -> bool:
-        """Whether one that runs is just computing at least half of what ``seq`` lacks: then it is cheaper to wait for
-        it (choices of one prompt, a prompt that many send at once). It is earlier, so it would get the budget first."""
+    def _about_to_be_shared(self, seq: Sequence, path: list[Node], filling: list[Sequence]) -> bool:
+        """Whether one of those whose prompts are being computed has at least half of what ``seq`` lacks: then it is
+        cheaper to wait for it (choices of one prompt, a prompt that many send at once). It is earlier, so it would get
+        the budget first."""
         if seq.preempted:
             return False
         known, most = len(path), (len(seq.ids) - 1) // PAGE_SIZE
         lacking = len(seq.ids) - known * PAGE_SIZE
-        for other in self.running:
+        for other in filling:
             same = other.spec.salt == seq.spec.salt
             shared = most if same else min(most, seq.spec.public, other.spec.public)
             if other.owed > 1 and shared > known:
@@ -240,6 +281,10 @@ class Scheduler:
             return True
         # A second preemption is not allowed: everything that may not be preempted must fit to its very end.
         return sum(pages_of(len(s.ids) + s.remaining) for s in (*self.running, seq) if s.preempted) <= room
+
+    def _most(self, seq: Sequence) -> int:
+        """Tokens that it could come to hold, rounded up as predicted_peak does it."""
+        return len(seq.ids) + self._to_come(seq) + PAGE_SIZE - 1
 
     @property
     def _room(self) -> int:

@@ -160,12 +160,14 @@ class Sequence:
     ``ids`` is prompt + generated; ``computed`` tokens of it have K and V in the pages of ``table``. ``inserted``
     whole pages of the table are in the prefix tree. ``cached`` prompt tokens were there at the first admission, the
     slowest of them from ``tier``; ``fetch`` brought some. ``tally`` and ``bad_words`` are there only where the order
-    asks for them. ``counted``: of one that was cancelled, so many tokens are of use to a later turn; None: all.
+    asks for them. ``since`` (monotonic s): when it came. ``counted``: of one that was cancelled, so many tokens are of
+    use to a later turn; None: all.
     """
 
     spec: GenSpec
     arrival: int
     ids: list[int]
+    since: float = 0.0
     state: State = State.WAITING
     computed: int = 0
     table: list[int] = field(default_factory=list)
@@ -182,9 +184,9 @@ class Sequence:
     bad_words: BadWords | None = None
 
     @classmethod
-    def of(cls, spec: GenSpec, arrival: int) -> Sequence:
+    def of(cls, spec: GenSpec, arrival: int, since: float = 0.0) -> Sequence:
         bad_words = BadWords(spec.bad_words) if spec.bad_words else None
-        return cls(spec, arrival, list(spec.ids), tally=Tally.of(spec), bad_words=bad_words)
+        return cls(spec, arrival, list(spec.ids), since, tally=Tally.of(spec), bad_words=bad_words)
 
     def append(self, token: int) -> None:
         """Take the next token of the answer."""

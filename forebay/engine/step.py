@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from .sequence import Emit, Logprobs, Sequence
+
+#: Drawn where the logits are broken.
+FAILED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,11 @@ class Step:
     def n_tokens(self) -> int:
         return sum(work.count for work in self.works)
 
+    @property
+    def n_decodes(self) -> int:
+        """Works of one token, whatever it is: they cost the same."""
+        return sum(work.count == 1 for work in self.works)
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -37,3 +46,12 @@ class Drawn:
 
     tokens: list[int]
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """What the loop needs of whatever computes steps."""
+
+    def execute(self, step: Step) -> Drawn:
+        """Token ids are 0 where the work does not sample, FAILED where its logits are broken. Executing a step again
+        gives the same: nothing but the works' own pages is written."""
+        ...

@@ -3,7 +3,7 @@
 Its keys are hashes over all that decides an answer: the prompt's tokens, how it is sampled, the model's fingerprint and
 the tenant. A second kind of entry, a *shortcut*, leads from the raw bytes of a request to such a key, so that one that
 was sent before is answered without being parsed. Both are in one list that is bounded in bytes; what was not used for
-longest goes first.
+longest goes first. What has become too old stays there for a while: in need it may still be told (*stale*).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Self
 
 from starlette.datastructures import Headers
 
+from ..admission.ask import Ask
 from ..contract import DeadlineExceeded, Delta, InvalidRequest, Usage
 from .flight import Flights, Make, Member
 from .formats import Format
@@ -27,17 +28,21 @@ from .source import Source, Told
 
 #: An answer's form, a new one (it has an id) for each reply.
 Form = Callable[[], Awaitable[Format]]
+#: So many times its age may an answer have that is told in need.
+STALE = 4
 #: What an entry takes beside what is counted, in bytes.
 _OVERHEAD = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Shortcut:
-    """What is known of a request by its bytes: which answer it is for, and how that is sent."""
+    """What is known of a request by its bytes: which answer it is for, and how that is sent. ``made``: what it got less
+    of (see Savings)."""
 
     key: bytes
     form: Form
     stream: bool
+    made: tuple[str, ...] = ()
 
 
 _Value = tuple[Delta, ...] | Shortcut
@@ -74,30 +79,31 @@ class Answers:
         await self.turns.close()
         await self._flights.close()
 
-    def find(self, key: bytes, deadline: float) -> tuple[Source, Result] | None:
-        """The answer, or a place in the flight that makes it."""
+    def find(self, key: bytes, ask: Ask, *, stale: bool = False) -> tuple[Source, Result] | None:
+        """The answer, or a place in the flight that makes it; or else (``stale``) an answer that is too old."""
         whole = self._get(key)
         if isinstance(whole, tuple):
             return Told(whole), "hit"
         found = self._flights.find(key)
-        return (Member(found[1], deadline), "coalesced") if found is not None else None
+        if found is not None:
+            return Member(found[1], ask), "coalesced"
+        whole = self._get(key, stale=True) if stale else None
+        return (Told(whole), "stale") if isinstance(whole, tuple) else None
 
-    def begin(
-        self, key: bytes, owner: Owner, deadline: float, make: Make, too_late: Callable[[], DeadlineExceeded]
-    ) -> Member:
+    def begin(self, key: bytes, owner: Owner, ask: Ask, make: Make, too_late: Callable[[], DeadlineExceeded]) -> Member:
         """Opens the flight for ``key``, where ``find`` has found none; see Flight."""
 
         def finished(whole: tuple[Delta, ...]) -> None:
             self._put(key, self._entry(owner, tuple(map(_known, whole))))
 
-        return Member(self._flights.begin(key, owner, make, too_late, finished), deadline)
+        return Member(self._flights.begin(key, owner, make, too_late, finished), ask)
 
     def remember(self, digest: bytes, owner: Owner, shortcut: Shortcut, size: int) -> None:
         """``size``: bytes that the shortcut's form takes."""
         self._put(digest, self._entry(owner, shortcut, size))
 
-    def known(self, digest: bytes) -> Shortcut | None:
-        found = self._get(digest)
+    def known(self, digest: bytes, *, stale: bool = False) -> Shortcut | None:
+        found = self._get(digest, stale=stale)
         return found if isinstance(found, Shortcut) else None
 
     def purge(self, tenant: str, tag: bytes | None = None) -> int:
@@ -121,12 +127,15 @@ class Answers:
         size += _OVERHEAD + (sum(map(_size, value)) if isinstance(value, tuple) else 0)
         return _Entry(owner, value, size, self._clock() + self._ttl)
 
-    def _get(self, key: bytes) -> _Value | None:
+    def _get(self, key: bytes, *, stale: bool = False) -> _Value | None:
         entry = self._entries.get(key)
         if entry is None:
             return None
-        if entry.until <= self._clock():
+        over = self._clock() - entry.until
+        if over >= (STALE - 1) * self._ttl:
             self._drop(key)
+            return None
+        if over >= 0 and not stale:
             return None
         self._entries.move_to_end(key)
         return entry.value

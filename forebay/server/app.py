@@ -27,7 +27,7 @@ from .conversations import ConversationRequest, ItemsRequest, MetadataRequest, S
 from .errors import error_response, from_exception
 from .metrics import Metrics
 from .responses import ResponseRequest
-from .routes import cache, conversations, generate, health, models, responses, sessions, tokens
+from .routes import cache, capacity, conversations, generate, health, models, responses, sessions, tokens
 from .running import RunningTurns
 from .schemas import ChatCompletionRequest
 from .tokens import DetokenizeRequest, TokenizeRequest
@@ -46,13 +46,13 @@ def create_app(backend: Backend, settings: Settings, state_url: str | None = Non
             if state_url is not None:
                 app.state.sessions = Sessions(await stack.enter_async_context(Store(state_url)), settings.state)
             await stack.enter_async_context(backend)
-            gate = Gate(settings.max_queue, lambda: backend.load().credits)
+            gate = Gate(settings.admission, settings.max_queue, settings.max_queued_tokens, backend.load)
             backend.watch(gate.pump)
             app.state.gate = gate
             turns = RunningTurns(settings.answers.resume_window)
             answers = Answers(settings.answers.answer_cache, settings.answers.answer_ttl, turns)
             app.state.answers = await stack.enter_async_context(answers)
-            app.state.metrics = Metrics(backend.card.id, backend.load, lambda: gate.waiting, lambda: answers.bytes)
+            app.state.metrics = Metrics(backend.card.id, backend.load, gate, lambda: answers.bytes)
             yield
 
     # No /docs page: it loads scripts from another host.
@@ -112,6 +112,7 @@ def _add_routes(app: FastAPI) -> list[type[BaseModel]]:
     post("/detokenize", tokens.detokenize, DetokenizeRequest)
     get("/v1/models", models.list_models)
     get("/v1/models/{model_id:path}", models.get_model)
+    get("/v1/capacity", capacity.capacity)
     delete("/v1/cache", cache.purge)
     get("/health", health.health)
     get("/ready", health.ready)

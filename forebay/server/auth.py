@@ -21,10 +21,14 @@ _CALLER = "forebay.caller"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose key a request has. Tenant "" is the one of the single key, and of a server without keys."""
+    """Whose key a request has. Tenant "" is the one of the single key, and of a server without keys. The rest is as in
+    KeySettings; ``batch``: its class is."""
 
     name: str = ""
     tenant: str = ""
+    batch: bool = False
+    rate: float = 0.0
+    slo_ttft: float | None = None
 
 
 def caller_of(scope: Scope) -> Caller:
@@ -34,7 +38,10 @@ def caller_of(scope: Scope) -> Caller:
 
 def callers(settings: Settings) -> dict[bytes, Caller]:
     """SHA-256 of each known key -> whose it is."""
-    known = {bytes.fromhex(key.sha256): Caller(name, key.tenant) for name, key in settings.keys.items()}
+    known = {
+        bytes.fromhex(key.sha256): Caller(name, key.tenant, key.service_class == "batch", key.rate, key.slo_ttft)
+        for name, key in settings.keys.items()
+    }
     if settings.server.api_key is not None:
         known[key_digest(settings.server.api_key.get_secret_value().encode())] = Caller()
     return known

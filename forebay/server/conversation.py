@@ -30,7 +30,7 @@ from .formats import thinking_tokens
 
 log = logging.getLogger("forebay.server")
 
-#: Where a conversation has outgrown the context, so many turns are left out that the rest takes no more than this part
+#: Where a conversation has outgrown its window, so many turns are left out that the rest takes no more than this part
 #: of it. Each cut costs a prefill of what is left, and is the dearer the rarer it is; the turns after it are cheap.
 KEEP = 0.6
 _LONGEST = 256  # characters of a name in a header
@@ -76,8 +76,9 @@ def session_header(key: SessionKey) -> dict[str, str]:
 class Conversation:
     """A turn that was begun, until it is kept or given up: ``close`` is to be called whatever happens.
 
-    ``instructions`` are for this prompt only, in which they come first. ``lost``: when it was to be kept or given up,
-    the session was another turn's, or no more. ``unkept``: nothing of it is in the store.
+    ``instructions`` are for this prompt only, in which they come first. ``cut``: turns are left out that were not
+    before. ``lost``: when it was to be kept or given up, the session was another turn's, or no more. ``unkept``:
+    nothing of it is in the store.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Conversation:
         self._thought = 0
         self._finish: FinishReason | None = None
         self._over = False
+        self.cut = False
         self.lost = False
         self.unkept = False
 
@@ -122,17 +124,21 @@ class Conversation:
         return prepared
 
     async def fit(self, strict: Prepare, lenient: Prepare, window: int) -> Prepared:
-        """The prompt. Where the whole conversation has no room for the wished answer (``strict``), the oldest turns are
-        left out, whole and many at once, and the answer takes what is left (``lenient``). ``window``: tokens of the
-        context. Raises ContextTooLong if the new messages alone do not fit."""
+        """The prompt. Where the whole conversation is longer than ``window`` tokens, or has no room for the wished
+        answer (``strict``), the oldest turns are left out, whole and many at once, and the answer takes what is left
+        (``lenient``). Raises ContextTooLong if the new messages alone do not fit."""
+        first = self._first
         prepared = await self._fit(strict, lenient, window)
+        self.cut = self._first > first
         self._read = prepared.resume
         return prepared
 
     async def _fit(self, strict: Prepare, lenient: Prepare, window: int) -> Prepared:
         end = self._end
         try:
-            return await strict(self._messages(self._first), self._known())
+            prepared = await strict(self._messages(self._first), self._known())
+            if prepared.n_tokens <= window or self._first == end:
+                return prepared
         except ContextTooLong:
             if self._first == end:
                 return await lenient(self._messages(end), Resume())

@@ -56,9 +56,9 @@ def parse_items(body: bytes, settings: ServerSettings) -> ItemsRequest:
     return parse_fields(body, ItemsRequest, _NEUTRAL, {"items": settings.max_messages})
 
 
-def simple_call(prompt: str, stream: bool, card: ModelCard, settings: ServerSettings) -> Call:
+def simple_call(prompt: str, stream: bool, user: str, card: ModelCard, settings: ServerSettings) -> Call:
     """A user's words as a chat under the server's defaults."""
-    fields = SamplingFields.model_validate({"model": card.id, "stream": stream})
+    fields = SamplingFields.model_validate({"model": card.id, "stream": stream, "user": user})
     request = replace(common(fields, settings.default_max_tokens, card), messages=(Message("user", prompt),))
     return call_of(fields, (request,), settings, asked_length=False)
 

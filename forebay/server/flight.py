@@ -4,8 +4,9 @@ A flight belongs to none of its members. It is a task of its own that waits at t
 said; members read the record from its beginning, each at its own pace. So a member's deadline, its leaving or its slow
 reading is nobody else's affair. When the last has left, the flight is cancelled.
 
-The queue is first come, first served: a flight stands where its first member would. It is the work of that one, who
-opened it, and all members are of one tenant, because a tenant's questions are equal only to its own.
+A flight stands in the queue where the member would that may wait longest: first the one who opened it, and when that
+one's time there is over, the last who joined, if there is one whose time is not. All members are of one tenant, because
+a tenant's questions are equal only to its own.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import groupby
+from math import inf
 from typing import Generic, TypeVar
 
+from ..admission.ask import Ask
 from ..contract import DeadlineExceeded, Delta, EngineFailure, EngineUnavailable, ForebayError
 from . import errors
+from .asks import deadline
 from .source import Source
 
-#: Seconds that a flight may wait at the gate; it is its members who have deadlines.
-FAR = 10.0**6
 #: Flights that are listed behind their end, beside those in the air: each holds its whole answer.
 MOST_LISTED = 1024
-#: Asked how late the generation may begin, when it is at the backend's door: gives a flight's source.
-Make = Callable[[Callable[[], float]], Source]
+#: Gives a flight's source, which asks it for what the gate and the backend are to be asked.
+Make = Callable[["Flight"], Source]
+#: Of a flight that all have left before it came to the gate: it need not go through.
+_NOBODYS = Ask(arrival=0.0, patience=0.0)
 _L = TypeVar("_L")
 
 
@@ -44,12 +48,12 @@ class Flight:
         landed: Callable[[Flight], None],
         linger: float = 0.0,
     ) -> None:
-        self._source = make(self._start_by)
+        self._source = make(self)
         self._finished = finished
         self._landed = landed
         self._linger = linger
         self._alone: asyncio.TimerHandle | None = None
-        self._asked: float | None = None  # the deadline that the backend was given
+        self._asked = inf  # the deadline of the member that the gate or the backend was last asked for
         self._members: set[Member] = set()
         self.too_late = too_late
         self.deltas: list[Delta] = []
@@ -94,12 +98,24 @@ class Flight:
         # Not at once: a task that is cancelled before its first step never runs what it would do at its end.
         asyncio.get_running_loop().call_soon(self.task.cancel)
 
-    def _start_by(self) -> float:
-        self._asked = latest = self._latest()
-        return latest
+    @property
+    def predicted(self) -> float | None:
+        return self._source.predicted
 
-    def _latest(self) -> float:
-        return max((member.deadline for member in self._members), default=0.0)
+    def ask(self) -> Ask:
+        """For the gate."""
+        last = self._last()
+        self._asked = last.deadline if last else inf
+        return last.ask if last else _NOBODYS
+
+    def start_by(self) -> float:
+        """For the backend."""
+        last = self._last()
+        self._asked = last.deadline if last else inf
+        return last.deadline if last else 0.0
+
+    def _last(self) -> Member | None:
+        return max(self._members, key=lambda member: member.deadline, default=None)
 
     async def _fly(self) -> None:
         try:
@@ -109,21 +125,22 @@ class Flight:
 
     async def _generate(self) -> None:
         while True:
-            self._asked = None
+            self._asked = inf
             try:
                 async with self._source.open() as (deltas,):
                     self.running = True
                     self._tell()
                     return await self._record(deltas)
             except DeadlineExceeded:
-                if not self._asked_for_fewer():
+                if not self._somebody_has_time():
                     raise
             self.running = False
             self._tell()
 
-    def _asked_for_fewer(self) -> bool:
-        """The backend gave up at the deadline of those who were there when it was asked, and others are there now."""
-        return not self.deltas and self._asked is not None and self._latest() > self._asked
+    def _somebody_has_time(self) -> bool:
+        """Gate or backend gave up for those who were there when it was asked, and others are there now."""
+        last = self._last()
+        return not self.deltas and last is not None and last.deadline > self._asked
 
     async def _record(self, deltas: AsyncIterator[Delta]) -> None:
         async for delta in deltas:
@@ -215,17 +232,22 @@ class Flights(Generic[_L]):
 
 
 class Member:
-    """One who follows a flight, from its making until ``close``. ``deadline``, in seconds on time.monotonic(): when it
-    wants to wait for the gate no longer; behind it the backend holds the deadline. ``told``: so many of the flight's
-    deltas it has been given; may begin with those that there are and that it needs no more."""
+    """One who follows a flight, from its making until ``close``. ``ask`` is what it would ask of the gate alone; at its
+    ``deadline`` it waits for the gate no longer, and behind it the backend holds the deadline. ``told``: so many of the
+    flight's deltas it has been given; may begin with those that there are and that it needs no more."""
 
     numbers = (0,)
 
-    def __init__(self, flight: Flight, deadline: float, told: int = 0) -> None:
+    def __init__(self, flight: Flight, ask: Ask, told: int = 0) -> None:
         self._flight = flight
-        self.deadline = deadline
+        self.ask = ask
+        self.deadline = deadline(ask)
         self.told = told
         flight.join(self)
+
+    @property
+    def predicted(self) -> float | None:
+        return self._flight.predicted
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[AsyncIterator[Delta]]]:

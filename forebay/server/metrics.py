@@ -15,30 +15,41 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..contract import Busy, Delta, FinishReason, ForebayError, Load
+from ..admission.ask import Ticket
+from ..admission.gate import Gate
+from ..contract import Busy, DeadlineExceeded, Delta, FinishReason, ForebayError, Load, RateLimited
 
-#: How the answer cache took part: the answer was there; another request's generation was joined; this one's was begun,
-#: which others may join; or not at all.
-Result = Literal["hit", "coalesced", "miss", "bypass"]
+#: How the answer cache took part: the answer was there, or there and too old; another request's generation was joined;
+#: this one's was begun, which others may join; or not at all.
+Result = Literal["hit", "stale", "coalesced", "miss", "bypass"]
+
+#: Why a request may be refused for want of room, or of what is left of somebody's part.
+REASONS = (
+    *("queue_full", "queued_tokens", "predicted_wait", "deadline_exceeded", "engine_unavailable"),
+    *("key_rate", "user_concurrency", "user_share", "user_tokens", "shed_batch", "shed_new"),
+)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _GAPS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _SPANS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 
 
 class Metrics:
-    """All metrics of one app. ``waiting()`` is the number of requests in the front's own queue, ``cached()`` the bytes
-    that its answer cache takes."""
+    """All metrics of one app. ``cached()`` is the bytes that its answer cache takes."""
 
-    def __init__(
-        self, model: str, load: Callable[[], Load], waiting: Callable[[], int], cached: Callable[[], int]
-    ) -> None:
+    def __init__(self, model: str, load: Callable[[], Load], gate: Gate, cached: Callable[[], int]) -> None:
         self.registry = registry = CollectorRegistry()
-        registry.register(_LoadCollector(model, load, waiting))
-        held = Gauge("forebay:answer_cache_bytes", "Bytes that the answer cache takes.", registry=registry)
-        held.set_function(cached)
+        registry.register(_LoadCollector(model, load, lambda: gate.waiting))
+
+        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
+            Gauge(name, text, registry=registry).set_function(value)
+
+        gauge("forebay:answer_cache_bytes", "Bytes that the answer cache takes.", cached)
+        gauge("forebay:brownout_level", "How much is done without while requests wait for long.", lambda: gate.level)
+        gauge("forebay:queued_tokens", "Prompt tokens that wait at the gate.", lambda: gate.queued_tokens)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, ["model_name"], registry=registry).labels(model)
@@ -56,6 +67,14 @@ class Metrics:
         self.rejections = by_cause("vllm:admission_rejections", "Chats refused before their first token.", "reason")
         self.errors = by_cause("forebay:request_errors", "Chats that failed after they were accepted.", "code")
         self.cancelled = Counter("forebay:cancelled", "Chats whose client went away or was cut.", registry=registry)
+        self.admitted = Counter("forebay:admitted", "Generations that were let in.", registry=registry)
+        self.expired = Counter("forebay:expired", "Chats that waited in vain, as long as they may.", registry=registry)
+        self.prediction = Histogram(
+            "forebay:ttft_prediction_ratio",
+            "Time to first token of a generation, observed over predicted.",
+            registry=registry,
+            buckets=_RATIOS,
+        )
         results = Counter(
             "forebay:answer_cache", "Requests by what the answer cache did.", ["result"], registry=registry
         )
@@ -69,15 +88,16 @@ class Metrics:
         # A series that exists from the start has a rate from its first event on.
         for finish in ("stop", "length"):
             self.success(finish)
-        for reason in ("queue_full", "deadline_exceeded", "engine_unavailable"):
+        for reason in REASONS:
             self.rejections(reason)
 
     def turn(self, arrival: float, choices: int, result: Result) -> Turn:
         self.results[result].inc()
         return Turn(self, arrival, choices, own=result in ("miss", "bypass"))
 
-    def generation(self, prompt_tokens: int) -> Callable[[Delta], None]:
-        """To be called with all that the backend says to prompts of so many tokens together."""
+    def generation(self, prompt_tokens: int, ticket: Ticket) -> Callable[[Delta], None]:
+        """Of one that was let in; to be called with all that the backend says to prompts of so many tokens together."""
+        self.admitted.inc()
         begun = False
 
         def saw(delta: Delta) -> None:
@@ -87,11 +107,15 @@ class Metrics:
                 if not begun:
                     begun = True
                     self.prompt_tokens.inc(prompt_tokens)
+                    if ticket.predicted:
+                        self.prediction.observe((time.monotonic() - ticket.ask.arrival) / ticket.predicted)
 
         return saw
 
     def rejected(self, error: ForebayError) -> None:
         self.rejections(error.code or "other").inc()
+        if isinstance(error, DeadlineExceeded):
+            self.expired.inc()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -140,7 +164,7 @@ class Turn:
 
     def failed(self, error: ForebayError) -> None:
         if self._end():
-            if isinstance(error, Busy) and self._first is None:
+            if isinstance(error, Busy | RateLimited) and self._first is None:
                 self._metrics.rejected(error)
             else:
                 self._metrics.errors(error.code or error.kind).inc()

@@ -112,7 +112,8 @@ class Reply(Response):
             async for delta in deltas:
                 self._turn.saw(index, delta)
                 usages[index] = delta.usage
-                self._more.setdefault("x-kv-tier", delta.usage.tier)
+                if "x-kv-tier" not in self._more:
+                    self._tell(delta)
                 await take(index, delta)
                 if delta.finish is not None:
                     return
@@ -126,6 +127,13 @@ class Reply(Response):
             if total.prompt_tokens:  # else there was no news at all
                 record.prompt_tokens, record.completion_tokens = total.prompt_tokens, total.completion_tokens
         return total
+
+    def _tell(self, first: Delta) -> None:
+        """In headers, what is known with the first news."""
+        self._more["x-kv-tier"] = first.usage.tier
+        due = self._source.predicted
+        if due is not None and due > self._arrival:  # else it was there before this one came
+            self._more["x-forebay-predicted-ttft-ms"] = str(round((due - self._arrival) * 1000))
 
     def _total(self, usages: Sequence[Usage]) -> Usage:
         """Prompts count once, however many choices each has."""

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers
 
+from ..admission.ask import Ask
 from ..contract import DeadlineExceeded, InvalidRequest
 from ..state.sessions import Begun, SessionKey
 from .flight import Flights, Member
@@ -44,11 +45,11 @@ class RunningTurns:
         """To be held from looking for a turn until it has begun: a second request may come in between."""
         return self._locks.setdefault(name, asyncio.Lock())
 
-    def join(self, name: bytes, deadline: float, told: int | None) -> tuple[Member, Label] | None:
+    def join(self, name: bytes, ask: Ask, told: int | None) -> tuple[Member, Label] | None:
         """See Member. Raises InvalidRequest if somebody wants to go on with what is no more here."""
         found = self._flights.find(name)
         if found is not None and (told or 0) <= len(found[1].deltas):
-            return Member(found[1], deadline, told or 0), found[0]
+            return Member(found[1], ask, told or 0), found[0]
         if told is not None:
             raise InvalidRequest(
                 "Last-Event-ID: the stream is no longer here to go on with; without it, all is told again",
@@ -56,20 +57,20 @@ class RunningTurns:
             )
         return None
 
-    def rejoin(self, key: SessionKey, fence: str, deadline: float) -> tuple[Member, Label] | None:
+    def rejoin(self, key: SessionKey, fence: str, ask: Ask) -> tuple[Member, Label] | None:
         """The turn of a session that has this fence, from its beginning; if its door wants to know it later."""
 
         def it(label: Label) -> bool:
             return (label.begun.key, label.begun.fence) == (key, fence) and label.begun.about != b""
 
         found = self._flights.pick(it)
-        return (Member(found[1], deadline), found[0]) if found is not None else None
+        return (Member(found[1], ask), found[0]) if found is not None else None
 
     def begin(
-        self, name: bytes, label: Label, source: Source, deadline: float, too_late: Callable[[], DeadlineExceeded]
+        self, name: bytes, label: Label, source: Source, ask: Ask, too_late: Callable[[], DeadlineExceeded]
     ) -> Member:
         flight = self._flights.begin(name, label, lambda _: source, too_late, linger=self._window)
-        return Member(flight, deadline)
+        return Member(flight, ask)
 
     def forget(self, which: Callable[[Owner], bool]) -> None:
         self._flights.forget(lambda label: which(label.owner))

@@ -161,4 +161,4 @@ def call_of(
         times = f"{len(requests)} prompts x n {parsed.n}" if len(requests) > 1 else f"{parsed.n}"
         raise InvalidRequest(f"n: {times}; at most {settings.max_choices} answers to one request", param="n")
     include_usage = parsed.stream_options is not None and bool(parsed.stream_options.include_usage)
-    return Call(requests, parsed.n, asked_length, parsed.stream, include_usage)
+    return Call(requests, parsed.n, asked_length, parsed.stream, include_usage, user=parsed.user)

@@ -134,4 +134,4 @@ def parse_chat(body: bytes, card: ModelCard, settings: ServerSettings) -> Call:
         variables=parsed.chat_template_kwargs,
     )
     call = call_of(parsed, (request,), settings, asked_length=asked is not None)
-    return replace(call, session=parsed.session_id, user=parsed.user)
+    return replace(call, session=parsed.session_id)

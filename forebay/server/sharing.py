@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import Request
 
+from ..admission.ask import Ask
 from ..contract import Prepared
 from .answers import Answers, wish
 from .auth import caller_of
-from .flight import FAR
-from .metrics import Metrics, Result
+from .flight import Flight
+from .metrics import Result
 from .running import Owner
 from .source import Choice, Generation, Source
 
@@ -22,20 +21,19 @@ from .source import Choice, Generation, Source
 _SMALL = 2**16
 
 
-def share(state: Any, prepared: Prepared, owner: Owner, deadline: float) -> tuple[Source, Result]:
+def share(state: Any, prepared: Prepared, owner: Owner, ask: Ask, *, stale: bool) -> tuple[Source, Result]:
     """The answer that there is already, a place in the flight that makes it, or the first place in a new one. ``state``
-    is the application's."""
+    is the application's. ``stale``: see Answers.find."""
     answers: Answers = state.answers
-    found = answers.find(prepared.key, deadline)
+    found = answers.find(prepared.key, ask, stale=stale)
     if found is not None:
         return found
-    metrics: Metrics = state.metrics
-    saw = metrics.generation(prepared.n_tokens)
 
-    def make(start_by: Callable[[], float]) -> Source:
-        return Generation(state.backend, state.gate, [Choice(prepared, 0)], saw, time.monotonic() + FAR, start_by)
+    def make(flight: Flight) -> Source:
+        choices = [Choice(prepared, 0)]
+        return Generation(state.backend, state.gate, state.metrics, choices, flight.ask, flight.start_by)
 
-    return answers.begin(prepared.key, owner, deadline, make, state.gate.too_late), "miss"
+    return answers.begin(prepared.key, owner, ask, make, state.gate.too_late), "miss"
 
 
 def digest_of(request: Request, body: bytes) -> bytes | None:

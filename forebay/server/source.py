@@ -8,9 +8,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..admission.ask import Ask, Ticket
 from ..admission.gate import Gate
 from ..contract import Backend, Delta, Prepared
+from .asks import priced
 from .conversation import Conversation
+from .metrics import Metrics
 
 
 class Source(Protocol):
@@ -19,6 +22,12 @@ class Source(Protocol):
     @property
     def numbers(self) -> Sequence[int]:
         """Of each choice, the how-manieth it is that is drawn for its prompt."""
+        ...
+
+    @property
+    def predicted(self) -> float | None:
+        """When its first token was predicted to come, in seconds on time.monotonic(). Known with the first news, if at
+        all."""
         ...
 
     def open(self) -> AbstractAsyncContextManager[Sequence[AsyncIterator[Delta]]]:
@@ -37,24 +46,26 @@ class Choice:
 
 
 class Generation:
-    """A generation for each choice. ``deadline`` (seconds on time.monotonic()) is for the wait at the gate;
-    ``start_by()``, asked when that is over, is for the wait in the backend. ``saw`` gets whatever any of them says."""
+    """A generation for each choice. ``ask()`` says what the gate is asked, but for what the choices cost;
+    ``start_by()``, asked when that wait is over, is the deadline (seconds on time.monotonic()) of the wait in the
+    backend."""
 
     def __init__(
         self,
         backend: Backend,
         gate: Gate,
+        metrics: Metrics,
         choices: Sequence[Choice],
-        saw: Callable[[Delta], None],
-        deadline: float,
-        start_by: Callable[[], float] | None = None,
+        ask: Callable[[], Ask],
+        start_by: Callable[[], float],
     ) -> None:
         self._backend = backend
         self._gate = gate
+        self._metrics = metrics
         self._choices = choices
-        self._saw = saw
-        self._deadline = deadline
-        self._start_by = start_by or (lambda: deadline)
+        self._ask = ask
+        self._start_by = start_by
+        self.predicted: float | None = None
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -62,7 +73,11 @@ class Generation:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[AsyncIterator[Delta]]]:
-        async with self._gate.admit(self._deadline, len(self._choices)), AsyncExitStack() as stack:
+        prompts = [choice.prepared for choice in self._choices if choice.number == 0]
+        ask = priced(self._ask(), prompts, len(self._choices))
+        async with self._gate.admit(ask) as ticket, AsyncExitStack() as stack:
+            self.predicted = None if ticket.predicted is None else ask.arrival + ticket.predicted
+            saw = self._saw(ticket, sum(one.n_tokens for one in prompts))
             deadline = self._start_by()
             # All are opened before this first suspends, as the gate demands.
             yield [
@@ -70,10 +85,19 @@ class Generation:
                     await stack.enter_async_context(
                         self._backend.open(choice.prepared, choice=choice.number, deadline=deadline)
                     ),
-                    self._saw,
+                    saw,
                 )
                 for choice in self._choices
             ]
+
+    def _saw(self, ticket: Ticket, prompt_tokens: int) -> Callable[[Delta], None]:
+        counted = self._metrics.generation(prompt_tokens, ticket)
+
+        def saw(delta: Delta) -> None:
+            self._gate.saw(ticket, delta.n_tokens)
+            counted(delta)
+
+        return saw
 
     async def close(self) -> None:
         pass
@@ -99,6 +123,7 @@ class Told:
     """An answer that is known as a whole."""
 
     numbers = (0,)
+    predicted = None
 
     def __init__(self, whole: Sequence[Delta]) -> None:
         self._whole = whole
@@ -127,6 +152,10 @@ class Kept:
         self._conversation = conversation
         self._unkept = unkept
         self._opened = False
+
+    @property
+    def predicted(self) -> float | None:
+        return self._source.predicted
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Sequence[AsyncIterator[Delta]]]:

@@ -1,25 +1,21 @@
-"""A request for an answer as a use case: let in, read, and answered, alone or as a turn of a conversation."""
+"""A request for an answer as a use case: answered alone, or as a turn of a conversation."""
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
-from ..config import Settings
 from ..contract import (
     Backend,
     Busy,
     ContextTooLong,
-    EngineUnavailable,
     GenRequest,
     InvalidRequest,
     Message,
@@ -28,20 +24,20 @@ from ..contract import (
 )
 from ..state.sessions import Begun, History, Sessions
 from .answers import Answers, Form, Shortcut, shareable, wish
+from .asks import deadline, going_on, of_call
 from .auth import caller_of
-from .body import read_body
 from .conversation import Conversation, idempotency_key, session_header
+from .entrance import Arrived, reply_of
 from .flight import Member
 from .formats import Format
 from .metrics import Result
 from .replay import replay
-from .reply import Reply
 from .running import Label, Owner, last_event
 from .sampling import Call
-from .sharing import digest_of, is_small, share
+from .savings import Savings, degraded
+from .sharing import share
 from .source import Choice, Generation, Kept, Source
 
-_NONE: Mapping[str, str] = MappingProxyType({})
 _REPLAYED = {"x-idempotent-replay": "true"}
 
 
@@ -49,76 +45,6 @@ class Begin(Protocol):
     """Begins a turn; as Sessions.begin does where its session is known. Raises the same, and NotFound."""
 
     async def __call__(self, *, idempotency: str, deadline: float) -> Begun: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A request that was let in. ``arrival`` is in seconds on time.monotonic(). ``digest`` stands for all of it that
-    decides the reply, if it is none of a conversation. ``known``: the reply, where it could be looked up by that."""
-
-    request: Request
-    arrival: float
-    body: bytes
-    digest: bytes | None = None
-    known: Reply | None = None
-
-
-async def let_in(request: Request, *, look_up: bool = False) -> Arrived:
-    """The request with its body. Raises Busy where it would be refused whatever it says, and BodyTooLarge.
-
-    With ``look_up``, for requests of which nothing but the answer is kept, one whose answer is known is never refused
-    for want of room.
-    """
-    arrival = time.monotonic()
-    state = request.app.state
-    busy: Busy | None = None
-    try:
-        if state.draining:
-            raise EngineUnavailable("the server is shutting down", retry_after=5)
-        try:
-            _check_ready(state.backend)
-            state.gate.check()
-        except Busy as error:
-            if not look_up or not is_small(request):
-                raise
-            busy = error
-    except Busy as error:
-        state.metrics.rejected(error)
-        raise
-    body = await read_body(request, int(state.settings.server.max_body))
-    digest = digest_of(request, body) if look_up else None
-    known = await _known(request, arrival, digest) if digest is not None else None
-    if busy is not None and known is None:
-        state.metrics.rejected(busy)
-        raise busy
-    return Arrived(request, arrival, body, digest, known)
-
-
-async def _known(request: Request, arrival: float, digest: bytes) -> Reply | None:
-    state = request.app.state
-    shortcut: Shortcut | None = state.answers.known(digest)
-    if shortcut is None:
-        return None
-    form = await shortcut.form()
-    found = state.answers.find(shortcut.key, arrival + state.settings.admission.queue_timeout)
-    return reply_of(state, found, form, arrival, stream=shortcut.stream) if found is not None else None
-
-
-def reply_of(
-    state: Any,
-    found: tuple[Source, Result],
-    form: Format,
-    arrival: float,
-    *,
-    stream: bool,
-    headers: Mapping[str, str] = _NONE,
-    at: Member | None = None,
-) -> Reply:
-    """``state`` is the application's. ``arrival`` and ``at``: see Reply."""
-    source, result = found
-    turn = state.metrics.turn(arrival, len(source.numbers), result)
-    headers = {"x-cache": result, **headers}
-    return Reply(state.settings.server, source, form, turn, arrival=arrival, stream=stream, headers=headers, at=at)
 
 
 async def answer(
@@ -152,7 +78,7 @@ async def answer(
     name = hashlib.sha256(msgspec.msgpack.encode((arrived.request.scope["path"], line, once))).digest()
     turns = asking.answers.turns
     async with turns.beginning(name):
-        running = turns.join(name, asking.deadline, after)
+        running = turns.join(name, asking.ask, after)
         if running is None:
             return await asking.turn(begin, once, name)
     member, label = running
@@ -166,7 +92,7 @@ async def answer(
 
 
 class _Asking:
-    """One request on its way to its reply. ``deadline`` is in seconds on time.monotonic()."""
+    """One request on its way to its reply. ``ask``: see priced, which adds what it costs."""
 
     def __init__(self, arrived: Arrived, call: Call, form: Form, *, resumable: bool) -> None:
         request = arrived.request
@@ -176,11 +102,11 @@ class _Asking:
         self._resumable = resumable
         self._state = request.app.state
         self._backend: Backend = self._state.backend
-        settings: Settings = self._state.settings
         self.answers: Answers = self._state.answers
-        self.deadline = arrived.arrival + settings.admission.queue_timeout
+        self.ask = of_call(arrived.ask, request, call)
+        self._savings = Savings(self._state.gate)
         self._tenant = caller_of(request.scope).tenant
-        asked = [replace(one, salt=self._tenant) for one in call.requests]
+        asked = [self._savings.shorten(replace(one, salt=self._tenant)) for one in call.requests]
         self._shared = shareable(call, wish(request.headers)) and self.answers.limit > 0
         if self._shared and asked[0].temperature > 0 and asked[0].seed is None:
             asked = [replace(asked[0], seed=0)]  # the client wants what is not to differ
@@ -194,15 +120,16 @@ class _Asking:
         form = await self._form()
         found = self._found(prepared, Owner(self._tenant))
         if self._shared and self._arrived.digest is not None and not call.echo:  # whose form holds the prompt as well
-            shortcut = Shortcut(prepared[0].key, self._form, call.stream)
+            shortcut = Shortcut(prepared[0].key, self._form, call.stream, tuple(self._savings.made))
             self.answers.remember(self._arrived.digest, Owner(self._tenant), shortcut, len(self._arrived.body))
-        return reply_of(self._state, found, form, self._arrived.arrival, stream=call.stream)
+        headers = degraded(self._savings.made, found[1])
+        return reply_of(self._state, found, form, self.ask.arrival, stream=call.stream, headers=headers)
 
     async def turn(self, begin: Begin, once: str, name: bytes | None = None) -> Response:
         """``once``: the idempotency key, or nothing. ``name``: under which it is to be joined."""
         call = self._call
         try:
-            begun = await begin(idempotency=once, deadline=self.deadline)
+            begun = await begin(idempotency=once, deadline=deadline(self.ask))
         except Busy as error:
             self._state.metrics.rejected(error)
             raise
@@ -213,12 +140,15 @@ class _Asking:
             return replay(begun.replay, await self._form(), stream=call.stream, headers=headers)
         if not begun.fence:  # its answer is not to be found where the conversation's are forgotten
             self._shared = False
+        if begun.history.turns or begun.history.dropped:
+            self.ask = going_on(self.ask)
         conversation = Conversation(self._state.sessions, begun, self._asked[0].messages, call.instructions)
         try:
             prepared = await self._fit(conversation, kept=bool(begun.fence))
             form = await self._form()
             owner = Owner(self._tenant, begun.key.digest())
             source, result = self._found([prepared], owner)
+            headers = degraded(self._savings.made, result)
         except BaseException:
             await conversation.close()
             raise
@@ -231,17 +161,17 @@ class _Asking:
                 tokens = conversation.tokens()
                 await self._backend.forget(self._tenant, tokens, 0 if conversation.lost else len(tokens.turns) - 1)
 
-            source = Kept(source, conversation, unkept)
+            source, headers = Kept(source, conversation, unkept), {**conversation.headers, **headers}
             if name is not None:
-                label = Label(owner, replace(begun, history=History((), 0)), conversation.headers)
+                label = Label(owner, replace(begun, history=History((), 0)), headers)
                 too_late = self._state.gate.too_late
-                source = self.answers.turns.begin(name, label, source, self.deadline, too_late)
-        return self.follow((source, result), form, conversation.headers if begun.fence else _NONE)
+                source = self.answers.turns.begin(name, label, source, self.ask, too_late)
+        return self.follow((source, result), form, headers)
 
     def follow(self, found: tuple[Source, Result], form: Format, headers: Mapping[str, str]) -> Response:
         source, stream = found[0], self._call.stream
         at = source if self._resumable and isinstance(source, Member) else None
-        return reply_of(self._state, found, form, self._arrived.arrival, stream=stream, headers=headers, at=at)
+        return reply_of(self._state, found, form, self.ask.arrival, stream=stream, headers=headers, at=at)
 
     async def _fit(self, conversation: Conversation, *, kept: bool) -> Prepared:
         backend, call = self._backend, self._call
@@ -254,16 +184,19 @@ class _Asking:
             return await _prepare(backend, replace(asked, messages=messages), call.asked_length, known)
 
         if call.truncate:
-            return await conversation.fit(strict, lenient, backend.card.max_context)
+            prepared = await conversation.fit(strict, lenient, self._savings.window(backend.card.max_context))
+            if conversation.cut and self._savings.lean:
+                self._savings.made.append("history")
+            return prepared
         return await conversation.whole(lenient)
 
     def _found(self, prepared: list[Prepared], owner: Owner) -> tuple[Source, Result]:
-        state = self._state
+        state, ask = self._state, self.ask
         if self._shared:
-            return share(state, prepared[0], owner, self.deadline)
+            return share(state, prepared[0], owner, ask, stale=self._savings.lean)
         choices = [Choice(one, number) for one in prepared for number in range(self._call.n)]
-        saw = state.metrics.generation(sum(one.n_tokens for one in prepared))
-        return Generation(self._backend, state.gate, choices, saw, self.deadline), "bypass"
+        made = Generation(self._backend, state.gate, state.metrics, choices, lambda: ask, lambda: deadline(ask))
+        return made, "bypass"
 
 
 @contextmanager
@@ -285,12 +218,6 @@ def sessions_of(request: Request, param: str | None = "session_id") -> Sessions:
         named = f"{param}: " if param else ""
         raise InvalidRequest(f"{named}this server keeps no conversations (--state-url off)", param=param)
     return sessions
-
-
-def _check_ready(backend: Backend) -> None:
-    load = backend.load()
-    if not load.ready:
-        raise EngineUnavailable(f"the engine is not ready: {load.state}", retry_after=2)
 
 
 async def _prepare(backend: Backend, asked: GenRequest, asked_length: bool, known: Resume | None = None) -> Prepared:

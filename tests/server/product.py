@@ -43,6 +43,8 @@ def product(model: str, folder: Path, *options: str) -> Iterator[Product]:
     log = folder / "serve.log"
     argv = [sys.executable, "-m", "forebay", "serve", model, "--port", "0"]
     argv += ["--answer-cache", "0"]  # the engine is tested: what is asked twice is to be computed twice
+    # How long anything takes says nothing of the server where other tests run beside it.
+    argv += [] if "--slo-ttft" in options else ["--slo-ttft", "0"]
     # One server at a time owns the conversations of a data folder.
     argv += options if "--data-dir" in options else ["--state-url", "off", *options]
     with log.open("wb") as out:

@@ -23,6 +23,7 @@ from forebay.contract import (
     Load,
     Message,
     ModelCard,
+    Pace,
     Prepared,
     Resume,
     SamplingDefaults,
@@ -73,6 +74,9 @@ class ScriptedBackend:
     ready: bool = True
     state: str = "ready"
     heartbeat_age: float = 0.0
+    pace: Pace | None = None  # with it the gate predicts
+    owed: int = 0
+    page_size: int = 16
     tokenize_pause: float = 0.0
     max_context: int = 4096
     sampling: SamplingDefaults = SamplingDefaults()
@@ -110,7 +114,8 @@ class ScriptedBackend:
         if n_tokens + (request.max_tokens or 1) > self.max_context:
             raise ContextTooLong("too long", param="messages")
         key = hashlib.sha256(repr(replace(request, ttl=0.0)).encode()).digest()
-        return Prepared(n_tokens, key, request, str(len(self.requests)).encode())
+        most = request.max_tokens or self.max_context - n_tokens
+        return Prepared(n_tokens, key, request, str(len(self.requests)).encode(), most)
 
     async def forget(self, salt: str, resume: Resume, spare: int = 0) -> None:
         self.forgotten.append((salt, replace(resume, turns=resume.turns[spare:])))
@@ -162,7 +167,7 @@ class ScriptedBackend:
             credits=self.capacity - self.running,
             heartbeat_age=self.heartbeat_age,
             pages={"free": 6, "cached": 1, "pinned": 1, "running": 2},
-            page_size=16,
+            page_size=self.page_size,
             prefix_queries=100,
             prefix_hits=40,
             preemptions=3,
@@ -170,6 +175,9 @@ class ScriptedBackend:
             steps=10,
             step_tokens={8: 4, 64: 9},
             step_tokens_sum=321,
+            slots=self.capacity,
+            owed=self.owed,
+            pace=self.pace,
         )
 
     def watch(self, callback: Callable[[], None]) -> None:
@@ -204,11 +212,12 @@ async def served(
     keys: Mapping[str, KeySettings] | None = None,
     state_url: str | None = None,
     answers: AnswerSettings | None = None,
+    admission: Mapping[str, Any] | None = None,
     **server: Any,
 ) -> AsyncIterator[Served]:
     settings = Settings(
         engine=EngineSettings(),
-        admission=AdmissionSettings(max_queue=max_queue, queue_timeout=queue_timeout),
+        admission=AdmissionSettings(max_queue=max_queue, queue_timeout=queue_timeout, **(admission or {})),
         server=ServerSettings(**server),
         answers=answers or AnswerSettings(),
         keys=dict(keys or {}),

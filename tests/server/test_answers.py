@@ -21,6 +21,7 @@ from scripted import ANSWER, MODEL, ScriptedBackend, Served, body, say, served, 
 from test_endings import CHAT, FOREVER, TEXT, count, raw_request, world
 from test_flight import GREEDY, STREAM, results, told
 
+from forebay.admission.ask import Ask
 from forebay.cli import main
 from forebay.config import AnswerSettings, KeySettings
 from forebay.contract import Delta, GenRequest, Prepared, Resume, TokenLogprob, Usage
@@ -397,7 +398,7 @@ def test_bytes_are_bounded_and_counted(steps: list[tuple[str, int, int]]) -> Non
     """Random histories against a list: the bytes are those of what is there, and the longest unused goes first."""
     limit = 12_000
     answers = Answers(limit, 50.0, RunningTurns(0), clock := Clock())
-    model: dict[bytes, tuple[int, float, bool, str]] = {}  # the longest unused first
+    model: dict[bytes, tuple[int, float, bool, str]] = {}  # the longest unused first; what is too old is still there
     for what, number, size in steps:
         clock.now += 5
         tenant = "ab"[number % 2]
@@ -417,16 +418,21 @@ def test_bytes_are_bounded_and_counted(steps: list[tuple[str, int, int]]) -> Non
                 for k in gone:
                     del model[k]
             case "g":
+                stale = size % 2 == 0
                 for part in "ak":
                     wanted = bytes([number]) * 32 + part.encode()
                     known = model.get(wanted)
+                    there = known is not None and known[1] + 150 > clock.now
                     alive = known is not None and known[1] > clock.now
-                    found = answers.find(wanted, 0.0) or answers.known(wanted)
-                    assert (found is not None) == alive
-                    if known is not None:
+                    found = answers.find(wanted, Ask(0.0), stale=stale) or answers.known(wanted, stale=stale)
+                    assert (found is not None) == (alive or (there and stale))
+                    if isinstance(found, tuple):
+                        assert found[1] == ("hit" if alive else "stale")
+                    if known is not None and not there:
                         del model[wanted]
-                        if alive:
-                            model[wanted] = known
+                    elif known is not None and found is not None:
+                        del model[wanted]
+                        model[wanted] = known
         while sum(v[0] for v in model.values()) > limit:
             del model[next(iter(model))]
         assert answers.bytes == sum(v[0] for v in model.values()) <= limit

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scripted import ANSWER, ScriptedBackend, body, fail, say, served, until
 from test_endings import CHAT, FOREVER, TEXT, count, raw_request, reset, stalled_stream, world
 
+from forebay.admission.ask import Ask
 from forebay.contract import DeadlineExceeded, Delta, EngineFailure, Usage
 from forebay.server.flight import Flights, Member, merged
 from forebay.server.formats import thinking_tokens
@@ -210,7 +211,7 @@ async def test_one_who_leaves_before_it_began_leaves_nothing_behind() -> None:
             self.closed = True
 
     source, flights = Watched(()), Flights[None]()
-    member = Member(flights.begin(b"key", None, lambda _: source, lambda: DeadlineExceeded("late")), 0.0)
+    member = Member(flights.begin(b"key", None, lambda _: source, lambda: DeadlineExceeded("late")), Ask(0.0))
     await member.close()
     assert source.closed
     assert flights.find(b"key") is None

@@ -296,7 +296,7 @@ async def test_a_refusal_of_a_large_body_is_not_lost_in_the_closing(fault: str) 
     backend = ScriptedBackend(capacity=0)
     more: dict[str, Any] = {"api_key": "right"} if fault == "key" else {}
     async with served(backend, max_queue=1, **more) as running:
-        running.app.state.gate._max_queue = 0
+        running.app.state.gate._queue._max_queue = 0
         size = 4_000_000
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {size}\r\n\r\n".encode()
         for _ in range(5):

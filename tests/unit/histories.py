@@ -8,10 +8,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
+import hypothesis.strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from forebay.engine.join import policy
+from forebay.engine.kv.capacity import OutputGuess
 from forebay.engine.kv.pages import PAGE_SIZE
-from forebay.engine.kv.tiers import Arrival, Block, NoTiers, Offer
+from forebay.engine.kv.tiers import Arrival, Block, NoTiers, Offer, Realm
 from forebay.engine.scheduler import Scheduler
-from forebay.engine.sequence import Emit, GenSpec
+from forebay.engine.sequence import Emit, End, GenSpec
 from forebay.engine.step import Drawn, Step
 
 VOCAB = 50
@@ -125,10 +130,19 @@ class LowerMemory(NoTiers):
 
 class Harness:
     """Plans, executes and commits, checking every law that can be seen from here after each step. ``lower``: how many
-    pages lower tiers hold."""
+    pages lower tiers hold. ``chunk``: tokens of prefill beside answers. A step takes ``tick`` seconds."""
 
     def __init__(
-        self, *, n_pages: int, max_batch: int, token_budget: int, max_context: int = 10_000, lower: int = 0
+        self,
+        *,
+        n_pages: int,
+        max_batch: int,
+        token_budget: int,
+        max_context: int = 10_000,
+        lower: int = 0,
+        batching: str = "continuous",
+        chunk: int | None = None,
+        tick: float = 1.0,
     ) -> None:
         self.memory = PageMemory()
         self.lower = LowerMemory(self.memory, lower) if lower else None
@@ -138,7 +152,10 @@ class Harness:
             token_budget=token_budget,
             max_context=max_context,
             tiers=self.lower,
+            policy=policy(batching, max_batch),
         )
+        self.chunk = chunk
+        self.tick = tick
         self.now = 1.0
         self.news: dict[int, list[Emit]] = {}
         self.preempted: dict[int, int] = {}
@@ -146,19 +163,22 @@ class Harness:
 
     def submit(self, spec: GenSpec) -> None:
         self.news[spec.id] = []
-        if refusal := self.scheduler.submit(spec):
+        if refusal := self.scheduler.submit(spec, self.now):
             self._note(refusal)
 
     def step(self) -> Step:
         before = {s.spec.id for s in self.scheduler.running}
         if self.lower is not None:
             self.lower.pass_by()
-        step = self.scheduler.plan(self.now)
+        decoding = {s.spec.id for s in self.scheduler.running if s.owed == 1 and s.generated and not s.cancelled}
+        step = self.scheduler.plan(self.now, self.chunk)
         for seq in self.scheduler.waiting:
             if seq.spec.id in before:
                 self.preempted[seq.spec.id] = self.preempted.get(seq.spec.id, 0) + 1
         assert step.n_tokens <= self.scheduler.token_budget
-        assert len(self.scheduler.running) <= self.scheduler.max_batch
+        assert len(self.scheduler.running) <= self.scheduler.policy.slots
+        if self.chunk is not None and decoding:
+            assert step.n_tokens - step.n_decodes <= self.chunk
         for emit in step.ended:
             self._note(emit)
         if step.works:
@@ -166,7 +186,7 @@ class Harness:
                 self._note(emit)
         self.scheduler.check()
         self.steps.append(step)
-        self.now += 1
+        self.now += self.tick
         return step
 
     def run(self, limit: int = 5000) -> None:
@@ -182,3 +202,153 @@ class Harness:
     def _note(self, emit: Emit) -> None:
         assert not any(e.end for e in self.news[emit.id]), f"{emit.id} has two endings (law 1)"
         self.news[emit.id].append(emit)
+
+
+class Blind(OutputGuess):
+    """Thinks that every answer is about to end, so that more are let in than the pool can hold."""
+
+    def remaining(self, generated: int, max_tokens: int) -> int:
+        return 1
+
+
+def misled(h: Harness) -> None:
+    h.scheduler.guess = Blind()
+
+
+class Histories(RuleBasedStateMachine):
+    """Any interleaving of orders, cancels, steps and bad guesses: laws 1 and 3 to 6 hold, every answer is right."""
+
+    batching = "continuous"
+    tick = 1.0
+    harness: type[Harness] = Harness
+
+    @initialize(
+        n_pages=st.integers(4, 40),
+        max_batch=st.integers(1, 6),
+        budget=st.sampled_from([8, 16, 40, 200]),
+        lower=st.sampled_from([0, 0, 5, 1000]),
+        chunk=st.sampled_from([None, 1, 16]),
+    )
+    def start(self, n_pages: int, max_batch: int, budget: int, lower: int, chunk: int | None) -> None:
+        self.h = self.harness(
+            n_pages=n_pages,
+            max_batch=max_batch,
+            token_budget=max(budget, max_batch),
+            lower=lower,
+            batching=self.batching,
+            chunk=chunk,
+            tick=self.tick,
+        )
+        self.orders: dict[int, GenSpec] = {}
+        self.cancelled: set[int] = set()
+
+    @rule(
+        prefix=st.integers(0, 2),
+        n_prompt=st.integers(0, 120),
+        max_tokens=st.integers(1, 60),
+        salt=st.sampled_from(["", "", "b"]),
+        stop=st.lists(st.integers(0, 49), max_size=2),
+        patience=st.sampled_from([None, None, None, 0, 5]),
+        ttl=st.sampled_from([0, 20, 1000]),
+        public=st.integers(0, 3),
+    )
+    def submit(
+        self,
+        prefix: int,
+        n_prompt: int,
+        max_tokens: int,
+        salt: str,
+        stop: list[int],
+        patience: int | None,
+        ttl: int,
+        public: int,
+    ) -> None:
+        id = len(self.orders) + 1
+        deadline = None if patience is None else self.h.now + patience * self.tick
+        # Few distinct prefixes, so that the tree has much to share.
+        ids = [(prefix * 11 + i) % 50 for i in range(n_prompt)] + ([id % 50] if id % 2 else [])
+        spec = GenSpec(
+            id,
+            ids,
+            max_tokens,
+            stop_ids=stop,
+            salt=salt,
+            deadline=deadline,
+            ttl=ttl * self.tick,
+            public=min(public, len(ids) // 16),
+        )
+        self.orders[id] = spec
+        self.h.submit(spec)
+
+    @rule(which=st.integers(0, 30))
+    def follow_up(self, which: int) -> None:
+        """A second turn: an answer that has ended, and more."""
+        done = [id for id, news in self.h.news.items() if news and news[-1].end in (End.STOP, End.LENGTH)]
+        if done:
+            before = self.orders[done[which % len(done)]]
+            id = len(self.orders) + 1
+            spec = GenSpec(
+                id,
+                [*before.ids, *self.h.tokens(before.id), 7],
+                10,
+                salt=before.salt,
+                ttl=before.ttl,
+                public=before.public,
+            )
+            self.orders[id] = spec
+            self.h.submit(spec)
+
+    @rule(which=st.integers(0, 30))
+    def forget(self, which: int) -> None:
+        """Maybe while it runs; its answer must be the same."""
+        if self.orders:
+            order = self.orders[which % len(self.orders) + 1]
+            self.h.scheduler.purge(Realm(order.salt, order.public), order.ids)
+
+    @rule(delay=st.integers(1, 5))
+    def slow_down(self, delay: int) -> None:
+        if self.h.lower is not None:
+            self.h.lower.delay = delay
+
+    @rule(which=st.integers(0, 30))
+    def cancel(self, which: int) -> None:
+        if self.orders:
+            id = which % len(self.orders) + 1
+            self.cancelled.add(id)
+            self.h.scheduler.cancel(id)
+
+    @rule(n=st.integers(1, 12))
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.h.step()
+
+    @rule()
+    def mislead(self) -> None:
+        misled(self.h)
+
+    @rule(which=st.integers(0, 30), pin=st.booleans())
+    def evict(self, which: int, pin: bool) -> None:
+        self.h.scheduler.tree.evict(which % 4)
+
+    @invariant()
+    def conserved(self) -> None:
+        if hasattr(self, "h"):
+            self.h.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "h"):
+            return
+        self.h.run()
+        scheduler = self.h.scheduler
+        assert scheduler.pages.running == 0
+        assert max(self.h.preempted.values(), default=0) <= 1
+        for id, spec in self.orders.items():
+            news = self.h.news[id]
+            assert news, f"{id} never ended"
+            assert news[-1].end is not None
+            answer = self.h.tokens(id)
+            assert answer == expected(spec)[: len(answer)]
+            if id not in self.cancelled and news[-1].end not in (End.REFUSED, End.EXPIRED):
+                assert answer == expected(spec)
+        scheduler.tree.evict(scheduler.pages.total)
+        assert scheduler.pages.free == scheduler.pages.total

@@ -12,6 +12,8 @@ PURE = [
     ROOT / "engine" / "sequence.py",
     ROOT / "engine" / "scheduler.py",
     ROOT / "engine" / "step.py",
+    ROOT / "engine" / "join.py",
+    ROOT / "engine" / "pace.py",
     ROOT / "engine" / "batch.py",
     ROOT / "engine" / "sample.py",
     *sorted((ROOT / "engine" / "kv").glob("*.py")),
@@ -22,7 +24,7 @@ PURE = [
 IMPURE = {"time", "datetime", "random", "secrets", "os", "uuid", "psutil", "socket", "subprocess", "threading"}
 #: The gate names time.monotonic as the default of its clock argument, and asyncio's timers wake its waiters. What keeps
 #: converted weights writes them to disk safely (fsync).
-ALLOWED = {"gate.py": {"time"}, "store.py": {"os"}}
+ALLOWED = {"gate.py": {"time", "random"}, "store.py": {"os"}}
 
 
 def imported(path: Path) -> set[str]:

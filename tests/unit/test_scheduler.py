@@ -2,11 +2,11 @@
 
 import hypothesis.strategies as st
 import pytest
-from histories import Harness, expected
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from histories import Harness, Histories, expected, misled
+from hypothesis import HealthCheck, given, settings
 
-from forebay.engine.kv.capacity import OutputGuess
+from forebay.engine.kv.capacity import predicted_peak
+from forebay.engine.kv.pages import PAGE_SIZE
 from forebay.engine.kv.tiers import Realm
 from forebay.engine.sequence import End, GenSpec, Sequence, State
 
@@ -218,17 +218,6 @@ def test_stop_ids_and_min_tokens() -> None:
     h.submit(order(2, max_tokens=30))
     h.run()
     assert h.news[2][-1].end is End.LENGTH
-
-
-class Blind(OutputGuess):
-    """Thinks that every answer is about to end, so that more are let in than the pool can hold."""
-
-    def remaining(self, generated: int, max_tokens: int) -> int:
-        return 1
-
-
-def misled(h: Harness) -> None:
-    h.scheduler.guess = Blind()
 
 
 def test_preemption_by_recompute_once_then_first() -> None:
@@ -480,130 +469,12 @@ def test_what_was_computed_beyond_what_counts_does_not_stand_in_the_way(running:
     assert len(h.lower.kept) == h.scheduler.pages.cached == 0
 
 
-class Histories(RuleBasedStateMachine):
-    """Any interleaving of orders, cancels, steps and bad guesses: laws 1 and 3 to 6 hold, every answer is right."""
-
-    @initialize(
-        n_pages=st.integers(4, 40),
-        max_batch=st.integers(1, 6),
-        budget=st.sampled_from([8, 16, 40, 200]),
-        lower=st.sampled_from([0, 0, 5, 1000]),
-    )
-    def start(self, n_pages: int, max_batch: int, budget: int, lower: int) -> None:
-        self.h = Harness(n_pages=n_pages, max_batch=max_batch, token_budget=max(budget, max_batch), lower=lower)
-        self.orders: dict[int, GenSpec] = {}
-        self.cancelled: set[int] = set()
-
-    @rule(
-        prefix=st.integers(0, 2),
-        n_prompt=st.integers(0, 120),
-        max_tokens=st.integers(1, 60),
-        salt=st.sampled_from(["", "", "b"]),
-        stop=st.lists(st.integers(0, 49), max_size=2),
-        patience=st.sampled_from([None, None, None, 0, 5]),
-        ttl=st.sampled_from([0, 20, 1000]),
-        public=st.integers(0, 3),
-    )
-    def submit(
-        self,
-        prefix: int,
-        n_prompt: int,
-        max_tokens: int,
-        salt: str,
-        stop: list[int],
-        patience: int | None,
-        ttl: int,
-        public: int,
-    ) -> None:
-        id = len(self.orders) + 1
-        deadline = None if patience is None else self.h.now + patience
-        # Few distinct prefixes, so that the tree has much to share.
-        ids = [(prefix * 11 + i) % 50 for i in range(n_prompt)] + ([id % 50] if id % 2 else [])
-        spec = GenSpec(
-            id,
-            ids,
-            max_tokens,
-            stop_ids=stop,
-            salt=salt,
-            deadline=deadline,
-            ttl=ttl,
-            public=min(public, len(ids) // 16),
-        )
-        self.orders[id] = spec
-        self.h.submit(spec)
-
-    @rule(which=st.integers(0, 30))
-    def follow_up(self, which: int) -> None:
-        """A second turn: an answer that has ended, and more."""
-        done = [id for id, news in self.h.news.items() if news and news[-1].end in (End.STOP, End.LENGTH)]
-        if done:
-            before = self.orders[done[which % len(done)]]
-            id = len(self.orders) + 1
-            spec = GenSpec(
-                id,
-                [*before.ids, *self.h.tokens(before.id), 7],
-                10,
-                salt=before.salt,
-                ttl=before.ttl,
-                public=before.public,
-            )
-            self.orders[id] = spec
-            self.h.submit(spec)
-
-    @rule(which=st.integers(0, 30))
-    def forget(self, which: int) -> None:
-        """Maybe while it runs; its answer must be the same."""
-        if self.orders:
-            order = self.orders[which % len(self.orders) + 1]
-            self.h.scheduler.purge(Realm(order.salt, order.public), order.ids)
-
-    @rule(delay=st.integers(1, 5))
-    def slow_down(self, delay: int) -> None:
-        if self.h.lower is not None:
-            self.h.lower.delay = delay
-
-    @rule(which=st.integers(0, 30))
-    def cancel(self, which: int) -> None:
-        if self.orders:
-            id = which % len(self.orders) + 1
-            self.cancelled.add(id)
-            self.h.scheduler.cancel(id)
-
-    @rule(n=st.integers(1, 12))
-    def steps(self, n: int) -> None:
-        for _ in range(n):
-            self.h.step()
-
-    @rule()
-    def mislead(self) -> None:
-        misled(self.h)
-
-    @rule(which=st.integers(0, 30), pin=st.booleans())
-    def evict(self, which: int, pin: bool) -> None:
-        self.h.scheduler.tree.evict(which % 4)
-
-    @invariant()
-    def conserved(self) -> None:
-        if hasattr(self, "h"):
-            self.h.scheduler.check()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "h"):
-            return
-        self.h.run()
-        scheduler = self.h.scheduler
-        assert scheduler.pages.running == 0
-        assert max(self.h.preempted.values(), default=0) <= 1
-        for id, spec in self.orders.items():
-            news = self.h.news[id]
-            assert news, f"{id} never ended"
-            assert news[-1].end is not None
-            answer = self.h.tokens(id)
-            assert answer == expected(spec)[: len(answer)]
-            if id not in self.cancelled and news[-1].end not in (End.REFUSED, End.EXPIRED):
-                assert answer == expected(spec)
-        scheduler.tree.evict(scheduler.pages.total)
-        assert scheduler.pages.free == scheduler.pages.total
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=12))
+def test_what_fits_at_its_longest_is_predicted_to_fit(sizes: list[tuple[int, int]]) -> None:
+    """So that the prediction need not be made."""
+    h = Harness(n_pages=10, max_batch=1, token_budget=16)
+    seqs = [Sequence.of(GenSpec(id, [1] * now, to_come), id) for id, (now, to_come) in enumerate(sizes)]
+    assert predicted_peak(sizes) * PAGE_SIZE <= sum(map(h.scheduler._most, seqs))
 
 
 TestLaws1And3To6 = Histories.TestCase

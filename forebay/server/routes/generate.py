@@ -12,10 +12,11 @@ from ..auth import caller_of
 from ..completions import parse_completion
 from ..conversation import idempotency_key, own_key, session_key
 from ..conversations import parse_simple_chat, simple_call
+from ..entrance import let_in
 from ..formats import ChatFormat, CompletionFormat, Format, SimpleFormat
 from ..schemas import parse_chat
 from ..threads import new_session
-from ..turn import answer, let_in, naming, sessions_of
+from ..turn import answer, naming, sessions_of
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -70,7 +71,7 @@ async def simple_chat(request: Request) -> Response:
     async def form() -> Format:
         return SimpleFormat(key.session if key else None)
 
-    call = simple_call(asked.prompt, asked.stream, state.backend.card, state.settings.server)
+    call = simple_call(asked.prompt, asked.stream, user, state.backend.card, state.settings.server)
     with naming("prompt"):
         if key is None:
             return await answer(arrived, call, form)

@@ -13,8 +13,10 @@ from starlette.responses import JSONResponse, Response
 
 from ...contract import InvalidRequest
 from ...state.sessions import History, SessionKey
+from ..asks import ask_of
 from ..auth import caller_of
 from ..conversation import own_key
+from ..entrance import let_in, reply_of
 from ..formats import Format
 from ..items import no_query, page, said_items
 from ..replay import replay
@@ -22,7 +24,7 @@ from ..response_format import ResponseFormat, kept_response
 from ..responses import parse_response
 from ..running import event_number
 from ..threads import Thread, find_response, parts, response_id, unkept_id
-from ..turn import answer, let_in, naming, reply_of, sessions_of
+from ..turn import answer, naming, sessions_of
 from .sessions import purge
 
 
@@ -81,7 +83,7 @@ async def _events(request: Request, sent: str | None) -> Response:
     fault = "starting_after: must be the sequence_number of an event that was sent"
     after = -1 if sent is None else event_number(sent, fault, "starting_after")
     known = parts(partial(own_key, request.headers, caller_of(request.scope)), request.path_params["response_id"])
-    running = state.answers.turns.rejoin(*known, arrival + state.settings.admission.queue_timeout) if known else None
+    running = state.answers.turns.rejoin(*known, ask_of(request, arrival)) if known else None
     if running is None:
         id, _, history, index = await _find(request)
         turn = history.turns[index]

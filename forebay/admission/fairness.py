@@ -1,0 +1,175 @@
+"""Who has had how much lately, so that the next turn goes to who has had least, and nobody takes the place of all.
+
+A user's *use* is the tokens of its requests, fading with time: so nobody saves up turns, and one who has been away is
+like a newcomer (what lifting a counter on re-entry does in "Fairness in Serving Large Language Models", Sheng et al.,
+2024). Counters of those alone who have requests open would not do: in a chat hardly anybody has, and one who asks ten
+times as often would be the equal of all whom he delays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..contract import RateLimited
+
+User = tuple[str, str]
+#: Seconds in which a use fades to a third; after MEMORY without a request a user is forgotten.
+FADING, MEMORY = 120.0, 600.0
+#: So many users without open requests are remembered; of more, those who were not here for longest are forgotten.
+REMEMBERED = 10_000
+#: Seconds over which a user's tokens, and a key's requests, are counted.
+_TOKEN_SPAN, _KEY_SPAN = 60.0, 10.0
+#: Fading is done by letting what is new weigh more; before the weights overflow, all are made less.
+_HEAVIEST = 1e200
+
+
+@dataclass(slots=True)
+class _Account:
+    used: float = 0.0  # in weighed tokens
+    last: float = 0.0  # the latest tag: later requests of one user never go before earlier ones
+    seen: float = 0.0
+    open: int = 0
+    bucket: Bucket | None = None
+
+
+class Bucket:
+    """A token bucket: ``rate`` a second, and no more than ``span`` seconds' worth at once (but at least one)."""
+
+    __slots__ = ("_at", "_left", "_most", "rate")
+
+    def __init__(self, rate: float, span: float, now: float) -> None:
+        self.rate = rate
+        self._most = max(rate * span, 1.0)
+        self._left, self._at = self._most, now
+
+    def missing(self, amount: float, now: float) -> float:
+        """Seconds until so much is there; what is more than the bucket holds needs a full one."""
+        self._left = min(self._most, self._left + self.rate * (now - self._at))
+        self._at = now
+        return max(0.0, (min(amount, self._most) - self._left) / self.rate)
+
+    def take(self, amount: float) -> None:
+        self._left = min(self._most, self._left - amount)
+
+    @property
+    def full(self) -> bool:
+        return self._left >= self._most
+
+
+class Keys:
+    """Requests per second of each key. There are as many as the settings name."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[str, Bucket] = {}
+
+    def missing(self, key: str, rate: float, now: float) -> float:
+        """Counts one more request, or tells in how many seconds it would be in order."""
+        if not rate:
+            return 0.0
+        bucket = self._buckets.get(key)
+        if bucket is None or bucket.rate != rate:
+            bucket = self._buckets[key] = Bucket(rate, _KEY_SPAN, now)
+        missing = bucket.missing(1.0, now)
+        if not missing:
+            bucket.take(1.0)
+        return missing
+
+
+class Users:
+    """``share``, ``concurrency``, ``rate``: the settings user_share, user_concurrency and user_tokens. ``refuse`` makes
+    the error of a message, a code and the seconds after which it may do."""
+
+    def __init__(
+        self,
+        share: float,
+        concurrency: int,
+        rate: float,
+        refuse: Callable[[str, str, float], RateLimited],
+        now: float = 0.0,
+    ) -> None:
+        self._share = share
+        self._concurrency = concurrency
+        self._rate = rate
+        self._refuse = refuse
+        self._accounts: OrderedDict[User, _Account] = OrderedDict()  # who was not here for longest first
+        self._total = 0.0
+        self._begun = now
+
+    def check(self, user: User, places: int, cost: float, now: float) -> None:
+        """Raises RateLimited if the user may have no more now, however much room there is."""
+        account = self._accounts.get(user)
+        if account is None:
+            return
+        if self._concurrency and account.open + places > self._concurrency:
+            raise self._refuse(f"this user has {account.open} requests open already", "user_concurrency", 1.0)
+        if account.bucket is not None and (missing := account.bucket.missing(cost, now)):
+            raise self._refuse("this user has had many tokens in the last minute", "user_tokens", missing)
+
+    def check_share(self, user: User) -> None:
+        """To be asked where there is not enough for all. Raises RateLimited if the user has had more than its part."""
+        account = self._accounts.get(user)
+        if not self._share or account is None or not account.used:
+            return
+        part = self._share * self._total / len(self._accounts)
+        if account.used > part:
+            # When it has faded to its part, if nobody else asks for anything.
+            wait = FADING * math.log(account.used / part)
+            raise self._refuse("this user has had more than its part lately", "user_share", wait)
+
+    def tag(self, user: User) -> float:
+        """The place in the order of a request that would be taken in now: who has used least comes first."""
+        account = self._accounts.get(user)
+        return max(account.used, account.last) if account is not None else 0.0
+
+    def enter(self, user: User, places: int, cost: float, now: float) -> None:
+        """Another request of ``cost`` tokens begins."""
+        weight = self._weight(now)
+        account = self._accounts.setdefault(user, _Account())
+        self._accounts.move_to_end(user)
+        account.seen, account.last = now, self.tag(user)
+        account.open += places
+        account.used += cost * weight
+        self._total += cost * weight
+        if self._rate:
+            if account.bucket is None:
+                account.bucket = Bucket(self._rate, _TOKEN_SPAN, now)
+            account.bucket.missing(0.0, now)
+            account.bucket.take(cost)
+        self._forget(now)
+
+    def leave(self, user: User, places: int, saved: float, now: float) -> None:
+        """A request is over, and took ``saved`` tokens less than it was to cost."""
+        account = self._accounts[user]
+        account.open -= places
+        less = min(account.used, saved * self._weight(now))
+        account.used -= less
+        self._total -= less
+        if account.bucket is not None:
+            account.bucket.take(-saved)
+
+    @property
+    def open(self) -> int:
+        """Requests that are not over."""
+        return sum(account.open for account in self._accounts.values())
+
+    def _weight(self, now: float) -> float:
+        weight = math.exp((now - self._begun) / FADING)
+        if weight > _HEAVIEST:
+            for account in self._accounts.values():
+                account.used /= weight
+                account.last /= weight
+            self._total /= weight
+            self._begun, weight = now, 1.0
+        return weight
+
+    def _forget(self, now: float) -> None:
+        """Who was away for long, and has nothing open."""
+        while self._accounts:
+            user, account = next(iter(self._accounts.items()))
+            if account.open or (now - account.seen < MEMORY and len(self._accounts) <= REMEMBERED):
+                return
+            self._total = max(0.0, self._total - account.used)
+            del self._accounts[user]

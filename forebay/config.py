@@ -120,7 +120,7 @@ class AdmissionSettings(Room):
         default=4.0,
         ge=0,
         le=10**6,
-        description="Seconds to the first token that are promised; who would wait longer is refused at once. 0: nobody.",
+        description="Seconds to the first token that are promised; who would wait longer is refused. 0: nobody.",
     )
     user_concurrency: int = Field(
         default=0, ge=0, le=1_000_000, description="Requests of one user at once, waiting or running; 0: no limit."

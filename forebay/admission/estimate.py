@@ -10,7 +10,7 @@ context, that answers end early) is learned as one factor: how observed first to
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,21 +124,30 @@ class Outlook:
         return begun + steps * plain + pace.prefill * (self.owed + queued + prompt)
 
     def _steps(self, ends: int) -> float:
-        """Until so many answers have ended."""
+        """Until so many answers have ended, where each that ends makes place for another of the usual length."""
         if ends <= 0:
             return 0.0
-        rounds, place = divmod(ends - 1, max(1, len(self.rests)))
-        return (self.rests[place] if self.rests else 1.0) + rounds * self.length
+        rests, length = self.rests or (1,), self.length
+        rounds, end = 0, 0.0  # whole lengths that are over
+        while (come := bisect_left(rests, end + length)) < ends:
+            # Each place that came free within a length comes free again in the next.
+            ends -= come
+            rounds += 1
+            end += length
+            if come == len(rests):  # then so in each one
+                more, ends = divmod(ends - 1, come)
+                rounds, ends = rounds + more, ends + 1
+                break
+        if not rounds:
+            return float(rests[ends - 1])
+        within = bisect_left(rests, rounds * length + length)
+        return rounds * length + sorted(rest % length for rest in rests[:within])[ends - 1]
 
     def granted(self, prompt: int) -> float:
         """The same of one whose turn has just come, with all slots taken: a step is underway, and one prompt before."""
         pace = self.pace
         steps = 1.5 + max(1.0, prompt / pace.chunk)
         return steps * (pace.base + pace.decode * self.slots) + pace.prefill * (1.5 * pace.chunk + prompt)
-
-    def alone(self, prompt: int) -> float:
-        """Seconds to the first token of who has the engine for itself."""
-        return self.pace.base + self.pace.decode + self.pace.prefill * prompt
 
     def work(self, prompt: float, tokens: float) -> float:
         """Seconds that an engine with all slots taken spends on a request: what one more adds to what is to be done."""

@@ -22,15 +22,14 @@ FADING, MEMORY = 120.0, 600.0
 REMEMBERED = 10_000
 #: Seconds over which a user's tokens, and a key's requests, are counted.
 _TOKEN_SPAN, _KEY_SPAN = 60.0, 10.0
-#: Fading is done by letting what is new weigh more; before the weights overflow, all are made less.
-_HEAVIEST = 1e200
+_YOUNG = 10.0  # seconds
 
 
 @dataclass(slots=True)
 class _Account:
-    used: float = 0.0  # in weighed tokens
-    last: float = 0.0  # the latest tag: later requests of one user never go before earlier ones
-    seen: float = 0.0
+    at: float  # when it was so much
+    used: float = 0.0
+    last: float = 0.0  # the latest tag of those open: later requests of one user never go before earlier ones
     open: int = 0
     bucket: Bucket | None = None
 
@@ -96,43 +95,44 @@ class Users:
         self._refuse = refuse
         self._accounts: OrderedDict[User, _Account] = OrderedDict()  # who was not here for longest first
         self._total = 0.0
-        self._begun = now
+        self._at = self._begun = now
 
     def check(self, user: User, places: int, cost: float, now: float) -> None:
         """Raises RateLimited if the user may have no more now, however much room there is."""
         account = self._accounts.get(user)
-        if account is None:
-            return
-        if self._concurrency and account.open + places > self._concurrency:
-            raise self._refuse(f"this user has {account.open} requests open already", "user_concurrency", 1.0)
-        if account.bucket is not None and (missing := account.bucket.missing(cost, now)):
+        already = account.open if account is not None else 0
+        if self._concurrency and already + places > self._concurrency:
+            raise self._refuse(f"this user has {already} requests open already", "user_concurrency", 1.0)
+        if account is not None and account.bucket is not None and (missing := account.bucket.missing(cost, now)):
             raise self._refuse("this user has had many tokens in the last minute", "user_tokens", missing)
 
-    def check_share(self, user: User) -> None:
-        """To be asked where there is not enough for all. Raises RateLimited if the user has had more than its part."""
+    def check_share(self, user: User, now: float, rate: float) -> None:
+        """Raises RateLimited if the user has had more than its part, and more than what the others leave over of
+        ``rate`` tokens per second. With 0, nothing is left over: to be asked where there is not enough for all."""
         account = self._accounts.get(user)
-        if not self._share or account is None or not account.used:
+        if not self._share or account is None:
             return
-        part = self._share * self._total / len(self._accounts)
-        if account.used > part:
+        used, total = _faded(account.used, now - account.at), _faded(self._total, now - self._at)
+        # At first less was seen than fades later, and of very little nothing follows.
+        seen = FADING * (1 - math.exp(-max(now - self._begun, _YOUNG) / FADING))
+        part = max(self._share * total / len(self._accounts), rate * seen - (total - used))
+        if used > part:
             # When it has faded to its part, if nobody else asks for anything.
-            wait = FADING * math.log(account.used / part)
+            wait = FADING * math.log(used / part) if part else FADING
             raise self._refuse("this user has had more than its part lately", "user_share", wait)
 
-    def tag(self, user: User) -> float:
+    def tag(self, user: User, now: float) -> float:
         """The place in the order of a request that would be taken in now: who has used least comes first."""
         account = self._accounts.get(user)
-        return max(account.used, account.last) if account is not None else 0.0
+        return max(_faded(account.used, now - account.at), account.last) if account is not None else 0.0
 
     def enter(self, user: User, places: int, cost: float, now: float) -> None:
         """Another request of ``cost`` tokens begins."""
-        weight = self._weight(now)
-        account = self._accounts.setdefault(user, _Account())
+        account = self._accounts.setdefault(user, _Account(now))
         self._accounts.move_to_end(user)
-        account.seen, account.last = now, self.tag(user)
+        account.last = self.tag(user, now)
         account.open += places
-        account.used += cost * weight
-        self._total += cost * weight
+        self._use(account, cost, now)
         if self._rate:
             if account.bucket is None:
                 account.bucket = Bucket(self._rate, _TOKEN_SPAN, now)
@@ -140,13 +140,14 @@ class Users:
             account.bucket.take(cost)
         self._forget(now)
 
-    def leave(self, user: User, places: int, saved: float, now: float) -> None:
-        """A request is over, and took ``saved`` tokens less than it was to cost."""
+    def leave(self, user: User, places: int, saved: float, begun: float, now: float) -> None:
+        """A request that had ``begun`` then is over, and took ``saved`` tokens less than it was to cost."""
         account = self._accounts[user]
         account.open -= places
-        less = min(account.used, saved * self._weight(now))
-        account.used -= less
-        self._total -= less
+        if not account.open:
+            account.last = 0.0
+        left = _faded(account.used, now - account.at)
+        self._use(account, -min(left, _faded(saved, now - begun)), now)
         if account.bucket is not None:
             account.bucket.take(-saved)
 
@@ -155,21 +156,24 @@ class Users:
         """Requests that are not over."""
         return sum(account.open for account in self._accounts.values())
 
-    def _weight(self, now: float) -> float:
-        weight = math.exp((now - self._begun) / FADING)
-        if weight > _HEAVIEST:
-            for account in self._accounts.values():
-                account.used /= weight
-                account.last /= weight
-            self._total /= weight
-            self._begun, weight = now, 1.0
-        return weight
+    def _use(self, account: _Account, tokens: float, now: float) -> None:
+        account.used = _faded(account.used, now - account.at) + tokens
+        account.at = now
+        self._total = max(0.0, _faded(self._total, now - self._at) + tokens)
+        self._at = now
 
     def _forget(self, now: float) -> None:
         """Who was away for long, and has nothing open."""
-        while self._accounts:
+        for _ in range(len(self._accounts)):
             user, account = next(iter(self._accounts.items()))
-            if account.open or (now - account.seen < MEMORY and len(self._accounts) <= REMEMBERED):
+            if now - account.at < MEMORY and len(self._accounts) <= REMEMBERED:
                 return
-            self._total = max(0.0, self._total - account.used)
-            del self._accounts[user]
+            if account.open:
+                self._accounts.move_to_end(user)
+            else:
+                self._use(account, -_faded(account.used, now - account.at), now)
+                del self._accounts[user]
+
+
+def _faded(tokens: float, seconds: float) -> float:
+    return tokens * math.exp(-seconds / FADING)

@@ -28,6 +28,8 @@ _SMOOTHING = 0.2  # weight of the newest interval
 _SHORTEST, _LONGEST = 1.0, 30.0  # of Retry-After, in seconds
 #: Part of the promised time that a queue may stand before all get less.
 _STANDING = 0.25
+_MOMENT = 0.05  # seconds
+_SHARED = 0.8  # part of what the engine can do that is given out without asking who has had how much
 _MIX = 0.05  # weight of the newest prompt in what is usual
 _E = TypeVar("_E", bound=TryLater)
 
@@ -99,10 +101,10 @@ class Queue:
         load = self._load()
         self._users.check(ask.user, ask.places, cost, now)
         self._check(now, ask.rank, ask.places, ask.prompt, load)
-        if self._waits(load):
-            self._users.check_share(ask.user)
-        ticket = Ticket(ask, now, expected, cost, self._users.tag(ask.user), ask.arrival + ask.patience)
         outlook = self._outlook(load)
+        if outlook is not None or self._waits(load):
+            self._users.check_share(ask.user, now, self._rate(outlook))
+        ticket = Ticket(ask, now, expected, cost, self._users.tag(ask.user, now), ask.arrival + ask.patience)
         at, places, prompts = self._position(now, ticket, outlook)
         if outlook is not None:
             self._promise(now, ticket, outlook, places, prompts)
@@ -136,24 +138,24 @@ class Queue:
 
     def _promise(self, now: float, ticket: Ticket, outlook: Outlook, places: int, prompts: int) -> None:
         """Predict when its first token comes, and promise it. Raises Busy if that is later than it may be."""
-        ask = ticket.ask
-        alone = outlook.alone(ask.prompt)
-        # A prompt that takes longer than the promise by itself is promised not to wait for long.
-        slo = ask.slo if ask.strict else max(ask.slo, alone + ask.slo / 2)
-        spent = now - ask.arrival
+        ask, spent = ticket.ask, now - ticket.ask.arrival
         ticket.modelled = outlook.first_token(places, prompts, ask.prompt)
         ticket.predicted = spent + ticket.modelled * self._factor.value
-        likely = spent + ticket.modelled * self._factor.value * self._factor.spread
+        risk = self._factor.value * self._factor.spread
+        likely = spent + ticket.modelled * risk
+        wait = spent + outlook.first_token(places, prompts, 1) * risk  # whatever it asks for itself
+        # A prompt that takes longer than the promise by itself is promised not to wait for long.
+        slo = ask.slo if ask.strict else max(ask.slo, likely - wait + ask.slo / 2)
         busy = places > 0 or outlook.free < outlook.slots
-        if likely > _STANDING * slo and busy:
-            self._users.check_share(ask.user)
         if likely > slo and (busy or ask.strict):
             why = f"the first token would come after {ticket.predicted:.1f} s"
             raise self._refuse(Busy, now, why, "predicted_wait")
         if self.level >= Level.FEW_NEW and ask.rank is Rank.FIRST and busy and likely > slo / 2:
             raise self._refuse(Busy, now, "conversations that go on come first", "shed_new")
         ticket.due = ask.arrival + slo
-        ticket.until = min(ticket.until, ticket.due - min(outlook.granted(ask.prompt), slo / 2))
+        # Who was long on its way, and is let in all the same, may at least take a turn that is free.
+        latest = max(ticket.due - min(outlook.granted(ask.prompt), slo / 2), now + _MOMENT)
+        ticket.until = min(ticket.until, latest)
 
     def _outlook(self, load: Load) -> Outlook | None:
         if load.pace is None:
@@ -162,6 +164,13 @@ class Queue:
             self._rests = sorted(ticket.rest for ticket in self._running for _ in range(ticket.ask.places))
         mean = self._all_lengths.mean
         return Outlook.of(load, self._rests, float(self._all_lengths.expected(10**9)) if mean is None else mean)
+
+    def _rate(self, outlook: Outlook | None) -> float:
+        """What the users can have between them, in tokens of cost per second; 0: not known."""
+        if outlook is None or self._prompt is None:
+            return 0.0
+        seconds = outlook.work(self._prompt, outlook.length)
+        return _SHARED * (self._prompt + _OUTPUT * outlook.length) / max(seconds, 1e-9)
 
     def _waits(self, load: Load) -> bool:
         return bool(self._line) or self._room(load) <= 0
@@ -216,7 +225,7 @@ class Queue:
             # It would have come later still: those who are not served are a lesson too, or all seems well.
             self._factor.learn(ticket.modelled, max(now - ticket.asked, ticket.modelled * self._factor.value), now)
         self._granted.discard(ticket)
-        self._users.leave(ticket.ask.user, ticket.ask.places, ticket.cost, now)
+        self._users.leave(ticket.ask.user, ticket.ask.places, ticket.cost, ticket.asked, now)
 
     def saw(self, ticket: Ticket, tokens: int, now: float) -> None:
         """So many tokens of its answers came."""
@@ -230,7 +239,7 @@ class Queue:
         """Its answers are over, in whatever way."""
         self._running.discard(ticket)
         took = ticket.ask.prompt * (ticket.first is not None) + _OUTPUT * ticket.tokens
-        self._users.leave(ticket.ask.user, ticket.ask.places, ticket.cost - took, now)
+        self._users.leave(ticket.ask.user, ticket.ask.places, ticket.cost - took, ticket.asked, now)
         if ticket.tokens:
             length = ticket.tokens // ticket.ask.places
             self._lengths[ticket.ask.rank].add(length)

@@ -53,7 +53,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """News of one step. ``received`` counts all Submits ever seen, so that the front knows what is in transit;
     the other numbers are those after the step; counters are cumulative. ``step_tokens`` 0: a heartbeat. ``owed``:
-    prompt tokens that are to be computed yet. ``pace``: base, decode, prefill and chunk of contract.Pace, or nothing."""
+    prompt tokens that are to be computed yet. ``pace``: base, decode, prefill, chunk of contract.Pace, or nothing."""
 
     emits: list[Emit]
     received: int

@@ -20,7 +20,8 @@ class Ask:
     """``user``: (tenant, user), among whom capacity is shared. ``prompt``: tokens that are to be computed; ``most``: of
     each of ``places`` answers. ``arrival`` in seconds on the gate's clock; ``slo``: seconds from there to the first
     token that are promised, or nothing is done; inf: no promise. ``strict``: the client named it, so an idle
-    server refuses, too, what it cannot keep. ``patience``: seconds that it may wait in any case."""
+    server refuses, too, what it cannot keep. ``patience``: seconds that it may wait in any case. ``size``: bytes that
+    it came in; 0: that says nothing."""
 
     arrival: float
     user: tuple[str, str] = ("", "")
@@ -31,6 +32,7 @@ class Ask:
     slo: float = inf
     strict: bool = False
     patience: float = inf
+    size: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -60,6 +60,27 @@ class Lengths:
         return max(1, min(most, _GUESS if self.usual is None else self.usual))
 
 
+class Density:
+    """Prompt tokens to be computed per byte that requests came in, lately."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, tokens: int, size: int) -> None:
+        if not size:
+            return
+        self._recent.append(tokens / size)
+        insort(self._sorted, tokens / size)
+        if len(self._recent) > _RECENT:
+            self._sorted.remove(self._recent.popleft())
+
+    def least(self, size: int) -> int:
+        """Tokens that nine of ten of that size have at least."""
+        count = len(self._sorted)
+        return max(1, int(size * self._sorted[count // 10])) if count >= _SOME else 1
+
+
 class Factor:
     """Observed over predicted times: ``value`` is what they are off by, and nine of ten are off by less than that and
     ``spread``, by which they differ from one another."""
@@ -67,7 +88,7 @@ class Factor:
     def __init__(self) -> None:
         self._at = 0.0
         self._log = 0.0  # natural logarithms, as is
-        self._off = 0.2  # the mean deviation
+        self._off = 0.1  # the mean deviation
 
     @property
     def value(self) -> float:

@@ -29,7 +29,7 @@ _YOUNG = 10.0  # seconds
 class _Account:
     at: float  # when it was so much
     used: float = 0.0
-    last: float = 0.0  # the latest tag of those open: later requests of one user never go before earlier ones
+    last: float = -math.inf  # the latest tag: later requests of one user never go before earlier ones
     open: int = 0
     bucket: Bucket | None = None
 
@@ -106,9 +106,10 @@ class Users:
         if account is not None and account.bucket is not None and (missing := account.bucket.missing(cost, now)):
             raise self._refuse("this user has had many tokens in the last minute", "user_tokens", missing)
 
-    def check_share(self, user: User, now: float, rate: float) -> None:
+    def check_share(self, user: User, cost: float, now: float, rate: float) -> None:
         """Raises RateLimited if the user has had more than its part, and more than what the others leave over of
-        ``rate`` tokens per second. With 0, nothing is left over: to be asked where there is not enough for all."""
+        ``rate`` tokens per second. With 0, nothing is left over: to be asked where there is not enough for all. Who has
+        had less than the ``cost`` of what it asks for has not had much."""
         account = self._accounts.get(user)
         if not self._share or account is None:
             return
@@ -116,21 +117,27 @@ class Users:
         # At first less was seen than fades later, and of very little nothing follows.
         seen = FADING * (1 - math.exp(-max(now - self._begun, _YOUNG) / FADING))
         part = max(self._share * total / len(self._accounts), rate * seen - (total - used))
-        if used > part:
+        if used > max(part, cost):
             # When it has faded to its part, if nobody else asks for anything.
             wait = FADING * math.log(used / part) if part else FADING
             raise self._refuse("this user has had more than its part lately", "user_share", wait)
 
-    def tag(self, user: User, now: float) -> float:
-        """The place in the order of a request that would be taken in now: who has used least comes first."""
+    def tag(self, user: User) -> float:
+        """The place in the order of a request that would be taken in now: who has used least comes first.
+
+        It is the logarithm of the use, and grows with time as all uses fade: so the order of two does not change while
+        they wait.
+        """
         account = self._accounts.get(user)
-        return max(_faded(account.used, now - account.at), account.last) if account is not None else 0.0
+        if account is None or account.used <= 0:
+            return -math.inf if account is None else account.last
+        return max(math.log(account.used) + account.at / FADING, account.last)
 
     def enter(self, user: User, places: int, cost: float, now: float) -> None:
         """Another request of ``cost`` tokens begins."""
         account = self._accounts.setdefault(user, _Account(now))
         self._accounts.move_to_end(user)
-        account.last = self.tag(user, now)
+        account.last = self.tag(user)
         account.open += places
         self._use(account, cost, now)
         if self._rate:
@@ -145,7 +152,8 @@ class Users:
         account = self._accounts[user]
         account.open -= places
         if not account.open:
-            account.last = 0.0
+            account.last = -math.inf
+        self._accounts.move_to_end(user)
         left = _faded(account.used, now - account.at)
         self._use(account, -min(left, _faded(saved, now - begun)), now)
         if account.bucket is not None:

@@ -70,6 +70,10 @@ class Gate:
         """Raises Busy if a newcomer would be refused now whatever it asks for: before its body is read."""
         self._queue.check(self._clock(), rank, places)
 
+    def check_wait(self, ask: Ask) -> None:
+        """Raises Busy if even the shortest prompt usual for its size would be too late: before its own is looked at."""
+        self._queue.check_wait(self._clock(), ask)
+
     @asynccontextmanager
     async def admit(self, ask: Ask) -> AsyncIterator[Ticket]:
         """Wait for a turn. The body must submit its work, ``ask.places`` orders, before it first suspends, and tell

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from ..config import AdmissionSettings
 from ..contract import Busy, DeadlineExceeded, Load, RateLimited, TryLater
 from .ask import Ask, Rank, Ticket
 from .brownout import Brownout, Level
-from .estimate import Capacity, Factor, Lengths, Meter, Outlook
+from .estimate import Capacity, Density, Factor, Lengths, Meter, Outlook
 from .fairness import Keys, Users
 
 _OUTPUT = 2  # what a token of an answer costs, in tokens of a prompt
@@ -63,6 +64,7 @@ class Queue:
         self._brownout = Brownout(_STANDING * (settings.slo_ttft or settings.queue_timeout))
         self._lengths = {rank: Lengths() for rank in Rank}
         self._all_lengths = Lengths()
+        self._density = Density()
         self._prompt: float | None = None
         self._factor = Factor()
         self._offered, self._let_in, self._asked_for = Meter(now), Meter(now), Meter(now)
@@ -91,9 +93,24 @@ class Queue:
         if rank is Rank.BATCH and self.level >= Level.NO_BATCH:
             raise self._refuse(Busy, now, "batch work has to wait for quieter hours", "shed_batch")
 
+    def check_wait(self, now: float, ask: Ask) -> None:
+        """Raises Busy if even the shortest prompt that is usual for its size would be too late."""
+        load = self._load()
+        outlook = self._outlook(load)
+        if outlook is None:
+            return
+        shortest = replace(ask, prompt=self._density.least(ask.size))
+        ticket = Ticket(shortest, now, 1, 1.0, self._users.tag(ask.user), ask.arrival + ask.patience)
+        try:
+            self._promise(now, ticket, outlook, *self._position(now, ticket, outlook)[1:])
+        except Busy:
+            self._offered.add(1, now)  # it will not come to enter
+            raise
+
     def enter(self, now: float, ask: Ask) -> Ticket:
         """Take a newcomer in: it waits, until ``next`` grants it. Raises RateLimited, Busy or DeadlineExceeded."""
         self._offered.add(1, now)
+        self._density.add(ask.prompt, ask.size)
         if ask.arrival + min(ask.patience, ask.slo if ask.strict else inf) <= now:
             raise self.too_late(now)
         expected = self._lengths[ask.rank].expected(ask.most)
@@ -103,8 +120,8 @@ class Queue:
         self._check(now, ask.rank, ask.places, ask.prompt, load)
         outlook = self._outlook(load)
         if outlook is not None or self._waits(load):
-            self._users.check_share(ask.user, now, self._rate(outlook))
-        ticket = Ticket(ask, now, expected, cost, self._users.tag(ask.user, now), ask.arrival + ask.patience)
+            self._users.check_share(ask.user, cost, now, self._rate(outlook))
+        ticket = Ticket(ask, now, expected, cost, self._users.tag(ask.user), ask.arrival + ask.patience)
         at, places, prompts = self._position(now, ticket, outlook)
         if outlook is not None:
             self._promise(now, ticket, outlook, places, prompts)
@@ -278,8 +295,8 @@ class Queue:
 
     def _refuse(self, kind: type[_E], now: float, why: str, code: str) -> _E:
         """Who is refused comes back when the queue has drained, and each a little after the one before: else all would
-        come at once, and be refused again."""
-        self._back = max(self._back + self._interval, now + self._drain())
+        come at once, and be refused again. Half of the places are for those who come then for the first time."""
+        self._back = max(self._back + 2 * self._interval, now + self._drain())
         wait = self._back - now
         if wait > _LONGEST:  # then at least not all in the same second
             self._back = now + _LONGEST

@@ -113,8 +113,10 @@ async def run_closed_loop(endpoint: Endpoint, plan: Plan, advance: Callable[[Sam
 
     Raises Unreachable if there is no server; requests that fail are samples, not errors.
     """
-    # What is asked twice is computed twice, unless it is the cache that is measured.
-    async with endpoint.session(plan.timeout, {"x-forebay-cache": "on" if plan.cache else "off"}) as session:
+    # What is asked twice is computed twice, unless it is the cache that is measured. And a closed loop waits: who is
+    # refused would ask again at once.
+    headers = {"x-forebay-cache": "on" if plan.cache else "off", "x-slo-ttft-ms": str(round(1000 * plan.timeout))}
+    async with endpoint.session(plan.timeout, headers) as session:
         # Asked even where the model is given: a server that is not there should be one line, not N failures.
         first = await endpoint.first_model(session)
         plan = replace(plan, model=plan.model or first)

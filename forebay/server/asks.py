@@ -40,6 +40,11 @@ def _milliseconds(sent: str) -> int:
     return int(sent)
 
 
+def of_head(ask: Ask, request: Request) -> Ask:
+    """Of a request whose body says no more of whose it is. Raises InvalidRequest."""
+    return replace(ask, user=(ask.user[0], own_key(request.headers, caller_of(request.scope), "").user))
+
+
 def of_call(ask: Ask, request: Request, call: Call) -> Ask:
     """With what its body says. Raises InvalidRequest."""
     user = own_key(request.headers, caller_of(request.scope), "", call.user).user

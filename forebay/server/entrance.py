@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..admission.ask import Ask
 from ..admission.brownout import Level
 from ..contract import Busy, EngineUnavailable, RateLimited
 from .answers import Shortcut
-from .asks import ask_of
+from .asks import ask_of, of_head
 from .auth import caller_of
 from .body import read_body
 from .flight import Member
@@ -26,6 +27,9 @@ from .sharing import digest_of, is_small
 from .source import Source
 
 _NONE: Mapping[str, str] = MappingProxyType({})
+#: What in a body says whose it is, or that it goes on with something: then it is read before it can be judged. (A text
+#: that holds the like is read too; to be judged by its head in spite of it takes odd spelling, and harms who does it.)
+_MORE_TO_SAY = re.compile(rb'"user(_id)?"\s*:|"assistant"|"session_id"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,9 @@ async def let_in(request: Request, *, look_up: bool = False) -> Arrived:
         known = await _known(state, ask, digest) if digest is not None else None
         if small and known is None:
             _check_room(state, ask)
+            ask = replace(ask, size=len(body))
+            if "x-session-id" not in request.headers and not _MORE_TO_SAY.search(body):
+                state.gate.check_wait(of_head(ask, request))
     except (Busy, RateLimited) as error:
         state.metrics.rejected(error)
         raise

@@ -140,6 +140,34 @@ async def test_who_cannot_be_answered_in_time_is_never_opened(pace: Pace | None,
         assert (running.backend.opened, running.app.state.gate.waiting) == (1, 0)
 
 
+ANSWERED = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "So"},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "read"),
+    [
+        ({}, {}, 0),
+        ({"user": "first"}, {}, 1),  # whose it is decides who comes first
+        ({"messages": ANSWERED}, {}, 1),  # it goes on with something, so it may come before others
+        ({}, {"x-user-id": "other"}, 0),
+    ],
+)
+async def test_what_would_be_too_late_whatever_it_says_is_not_read(
+    fields: dict[str, Any], headers: dict[str, str], read: int
+) -> None:
+    async with full() as (running, client, _):
+        running.backend.pace = SLOW
+        before = len(running.backend.requests)
+        late = await client.post(CHAT, json=body(**fields), headers={"x-slo-ttft-ms": "500", **headers})
+        assert code(late) == (503, "predicted_wait")
+        assert len(running.backend.requests) == before + read
+        assert count(running, "vllm:admission_rejections_total", reason="predicted_wait") == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_says_when_it_was_predicted_to_begin(stream: bool) -> None:
     async with world(say(first=0.1)) as (running, client):
@@ -218,7 +246,7 @@ async def test_a_key_has_its_rate_whatever_it_asks_for() -> None:
 async def test_who_has_had_its_part_is_told_so_and_others_are_served(limit: dict[str, Any], why: str) -> None:
     async with full(admission=limit) as (running, client, held):
         mine, other = {"x-user-id": "greedy"}, {"x-user-id": "other"}
-        sent = [asyncio.create_task(client.post(CHAT, json=words("much", 50), headers=mine, timeout=30))]
+        sent = [asyncio.create_task(client.post(CHAT, json=words("much", 200), headers=mine, timeout=30))]
         await waits(running, 1)
         refused = await client.post(CHAT, json=words("more", 50), headers=mine)
         assert code(refused) == (429, why)
@@ -382,5 +410,5 @@ async def test_what_the_gate_is_asked(monkeypatch: pytest.MonkeyPatch, embedded:
         for key, path, fields, headers, expected in table:
             response = await client.post(path, json=fields, headers={**bearer(key), **headers})
             assert response.status_code == 200, response.text
-            assert replace(asks.pop(), arrival=0.0) == replace(default, **expected), (key, path, headers)
+            assert replace(asks.pop(), arrival=0.0, size=0) == replace(default, **expected), (key, path, headers)
             assert asks == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 import statistics
@@ -47,6 +48,15 @@ def test_lengths_are_those_of_the_last_256_answers(tokens: list[int]) -> None:
     assert sum(count <= usual for count in last) >= 0.75 * len(last)
     assert sum(count < usual for count in last) <= 0.75 * len(last)
     assert lengths.expected(10**6) == usual
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    lengths = Lengths()
+    for count in [500] * 100 + [20] * 256:
+        lengths.add(count)
+    assert (lengths.usual, lengths.mean) == (20, 20.0)
+    lengths.add(276)
+    assert (lengths.usual, lengths.mean) == (20, 21.0)
 
 
 def test_three_of_four_are_no_longer_than_usual() -> None:
@@ -149,6 +159,11 @@ def test_one_observation_moves_it_little_however_far_it_is_off() -> None:
     lessons = Lessons()
     assert lessons.learn(1.0, 1e9, 1000).value == pytest.approx(16.0)
     assert lessons.learn(1e9, 1.0, 1000).value == pytest.approx(1 / 16)
+
+
+def test_what_was_never_observed_is_believed_with_caution() -> None:
+    assert Factor().value == 1.0
+    assert 1.2 < Factor().spread < 1.6
 
 
 def test_short_times_teach_less_and_the_shortest_nothing() -> None:
@@ -277,6 +292,21 @@ def test_places_come_free_again_while_a_long_answer_runs() -> None:
     long = outlook([1, 1000], slots=2, length=50.0)
     step = 0.004 + 2 * 0.002
     assert long.first_token(1, 0, 1) == pytest.approx(step / 2 + (51 + 1) * step + 0.001)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(1, 400), max_size=8),
+    st.integers(8, 2400).map(lambda eighths: eighths / 8),
+    st.integers(1, 60),
+)
+def test_places_come_free_as_if_each_end_began_another_answer(rests: list[int], length: float, ends: int) -> None:
+    """Against answers that are let end one by one."""
+    free = [float(rest) for rest in rests or [1]]
+    heapq.heapify(free)
+    for _ in range(ends - 1):
+        heapq.heapreplace(free, free[0] + length)
+    assert outlook(rests, slots=8, length=length)._steps(ends) == pytest.approx(free[0])
 
 
 def test_work_is_a_part_of_the_engine() -> None:

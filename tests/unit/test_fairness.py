@@ -33,6 +33,12 @@ def faded(uses: list[tuple[float, float]], now: float) -> float:
     return sum(cost * math.exp((when - now) / FADING) for when, cost in uses)
 
 
+def left(users: Users, name: str, now: float) -> float:
+    """What is left now of what it has used."""
+    account = users._accounts[named(name)]
+    return account.used * math.exp((account.at - now) / FADING)
+
+
 @dataclass
 class Request:
     user: User
@@ -56,7 +62,7 @@ class Server:
     def ask(self, name: str, cost: float) -> Request:
         user = named(name)
         self.numbers += 1
-        request = Request(user, cost, self.users.tag(user, self.now), self.numbers, self.now)
+        request = Request(user, cost, self.users.tag(user), self.numbers, self.now)
         self.users.enter(user, 1, cost, self.now)
         self.line.append(request)
         return request
@@ -145,8 +151,8 @@ def test_who_was_away_for_long_is_like_who_is_new() -> None:
         server.now += MEMORY / 99
         server.ask("busy", 50.0)
         server.serve()
-    assert server.users.tag(named("back"), server.now) == server.users.tag(named("new"), server.now)
-    assert server.users.tag(named("busy"), server.now) > server.users.tag(named("new"), server.now)
+    assert server.users.tag(named("back")) == server.users.tag(named("new"))
+    assert server.users.tag(named("busy")) > server.users.tag(named("new"))
 
 
 def test_a_use_fades_with_time() -> None:
@@ -154,7 +160,7 @@ def test_a_use_fades_with_time() -> None:
     users.enter(named("early"), 1, 300.0, 0.0)
     users.enter(named("late"), 1, 300.0, FADING)
     users.enter(named("little"), 1, 100.0, FADING)
-    early, late, little = (users.tag(named(name), FADING) for name in ("early", "late", "little"))
+    early, late, little = (left(users, name, FADING) for name in ("early", "late", "little"))
     assert late / early == pytest.approx(math.e)
     assert late / little == pytest.approx(3.0)
     assert little < early < late
@@ -212,8 +218,8 @@ def test_what_it_did_not_take_is_given_back_at_the_end() -> None:
     for request, saved in ((short, 900.0), (long, -500.0)):
         server.turn()
         server.end(request, saved)
-    assert server.users.tag(named("short"), server.now) == 100.0
-    assert server.users.tag(named("long"), server.now) == 1500.0
+    assert left(server.users, "short", server.now) == pytest.approx(100.0)
+    assert left(server.users, "long", server.now) == pytest.approx(1500.0)
 
 
 def test_who_never_had_its_turn_has_had_nothing() -> None:
@@ -223,7 +229,7 @@ def test_who_never_had_its_turn_has_had_nothing() -> None:
     server.line.remove(gone)
     server.end(gone, gone.cost)
     assert server.users.open == 1
-    assert server.users.tag(one.user, server.now) == 10.0
+    assert left(server.users, "one", server.now) == pytest.approx(10.0)
     assert server.serve() is one
     assert server.users.open == 0
 
@@ -237,7 +243,7 @@ def test_who_waited_long_and_left_is_given_back_what_was_taken_and_no_more() -> 
     users.leave(named("leaves"), 1, 5000.0, 1.0, 61.0)
     users.enter(named("leaves"), 1, 1.0, 61.0)  # what it had before still counts
     used = {name: users._accounts[named(name)].used for name in ("leaves", "other")}
-    used["other"] = users.tag(named("other"), 61.0)
+    used["other"] = left(users, "other", 61.0)
     assert used["leaves"] == pytest.approx(used["other"], rel=0.01)
 
 
@@ -245,9 +251,38 @@ def test_years_pass() -> None:
     users = make()
     for late in (1e6, 1e9):
         users.enter(named("a"), 1, 100.0, late)
-        assert users.tag(named("a"), late) == pytest.approx(100.0)
-        assert users.tag(named("a"), late + FADING) == pytest.approx(100.0 / math.e)
+        assert left(users, "a", late) == pytest.approx(100.0)
+        assert left(users, "a", late + FADING) == pytest.approx(100.0 / math.e)
         users.leave(named("a"), 1, 0.0, late, late)
+
+
+def test_what_one_had_fades_also_while_it_has_something_open() -> None:
+    """Ten minutes after a burst, with a long answer that still runs, it is not behind who has had much just now."""
+    users = make()
+    users.enter(named("one"), 1, 10_000.0, 0.0)
+    users.enter(named("one"), 1, 10.0, 0.0)
+    users.leave(named("one"), 1, 0.0, 0.0, 1.0)
+    users.enter(named("other"), 1, 5000.0, 600.0)
+    assert users.tag(named("one")) < users.tag(named("other"))
+
+
+def test_the_order_of_two_does_not_turn_by_waiting() -> None:
+    """Both had theirs at one time: one asks again at once, the other, who has had more, half a minute later."""
+    users = make()
+    users.enter(named("less"), 1, 900.0, 0.0)
+    users.enter(named("more"), 1, 1000.0, 0.0)
+    earlier = users.tag(named("less"))
+    users.enter(named("somebody"), 1, 1.0, 30.0)
+    assert earlier < users.tag(named("more"))
+
+
+def test_who_ended_a_long_answer_keeps_nobody_who_was_away_for_longer() -> None:
+    users = make()
+    users.enter(named("long"), 1, 10.0, 0.0)
+    use(users, "short", 10.0, 1.0)
+    users.leave(named("long"), 1, 0.0, 0.0, MEMORY - 1.0)
+    use(users, "new", 10.0, MEMORY + 2.0)
+    assert named("short") not in users._accounts
 
 
 @settings(max_examples=60, deadline=None)
@@ -262,8 +297,8 @@ def test_the_memory_of_those_who_are_not_here_is_bounded(moves: list[tuple[int, 
             users.enter(named(str(number)), 1, float(cost), now)
             users.leave(named(str(number)), 1, float(cost // 2), now, now)
             assert len(users._accounts) <= 9  # of those, one has only just gone
-            left = sum(users.tag(user, now) for user in users._accounts)
-            assert users._total == pytest.approx(left)
+            whole = sum(left(users, name, now) for _, name in users._accounts)
+            assert users._total == pytest.approx(whole)
         users.enter(named("last"), 1, 1.0, now + MEMORY)
         assert list(users._accounts) == [named("last")]
 
@@ -302,7 +337,7 @@ def use(users: Users, name: str, cost: float, now: float = 0.0) -> None:
 def over(users: Users, name: str, now: float = 0.0, rate: float = 0.0) -> float | None:
     """For how long it is refused."""
     try:
-        users.check_share(named(name), now, rate)
+        users.check_share(named(name), 0.0, now, rate)
     except RateLimited as limited:
         return limited.retry_after if limited.code == "user_share" else None
     return None
@@ -348,6 +383,25 @@ def test_those_who_are_forgotten_are_in_nobodys_way() -> None:
     assert over(users, "much")
     use(users, "much", 1000.0, MEMORY + 1)
     assert over(users, "much") is None
+
+
+def test_a_user_may_have_what_the_others_leave_over() -> None:
+    """At 10 tokens a second: of what ``FADING`` seconds had, once it is so long; of ten seconds, at first."""
+    users = make(share=1.0)
+    for number in range(4):
+        use(users, str(number), 10.0)
+    use(users, "much", 59.0)  # 40 of the 100 tokens of ten seconds are the others'
+    assert over(users, "much", rate=0.0)
+    assert over(users, "much", rate=10.4) is None
+    assert over(users, "much", rate=9.4)
+    late = 5 * FADING
+    for number in range(4):
+        use(users, str(number), 100.0, late)
+    use(users, "much", 750.0, late)
+    assert over(users, "much", late, rate=10.0) is None
+    use(users, "much", 50.0, late)
+    assert over(users, "much", late, rate=10.0)
+    assert over(users, "much", late + 20.0, rate=10.0) is None  # it has faded
 
 
 # ---- limits

@@ -312,6 +312,24 @@ def test_cancelled_at_any_moment_it_leaves_nothing_behind(cancelled: int, grante
     run(scenario())
 
 
+def test_no_timer_outlives_the_wait_that_it_ends() -> None:
+    async def scenario() -> None:
+        world = World(capacity=0)
+        served, gone = world.arrive(), world.arrive()
+        await world.settle()
+        timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        assert sum(not timer.cancelled() for timer in timers) == 2
+        world.guests[gone].cancel()
+        world.capacity = 1
+        world.gate.pump()
+        await world.settle()
+        assert world.served == [served]
+        assert all(timer.cancelled() for timer in timers)
+        await world.close()
+
+    run(scenario())
+
+
 class Hall:
     """Guests with asks of their own. Who is let in stays until it is told to go."""
 

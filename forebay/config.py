@@ -129,7 +129,7 @@ class AdmissionSettings(Room):
         default=2.0,
         ge=0,
         le=10**6,
-        description="A user's part of the queue, in parts that were equal for all who are here; 0: no limit.",
+        description="What a user may have, in equal parts of what all had lately, where not all get all; 0: all.",
     )
     user_tokens: float = Field(
         default=0.0, ge=0, description="Tokens of one user per second, over a minute; 0: no limit."

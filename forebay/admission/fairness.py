@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from ..contract import RateLimited
 
 User = tuple[str, str]
-#: Seconds in which a use fades to a third; after MEMORY without a request a user is forgotten.
-FADING, MEMORY = 120.0, 600.0
+#: Seconds in which a use fades to a third; after MEMORY without a request a user is here no more, and has no part.
+FADING, MEMORY = 120.0, 120.0
 #: So many users without open requests are remembered; of more, those who were not here for longest are forgotten.
 REMEMBERED = 10_000
 #: Seconds over which a user's tokens, and a key's requests, are counted.
@@ -52,10 +52,6 @@ class Bucket:
 
     def take(self, amount: float) -> None:
         self._left = min(self._most, self._left - amount)
-
-    @property
-    def full(self) -> bool:
-        return self._left >= self._most
 
 
 class Keys:
@@ -118,7 +114,7 @@ class Users:
         seen = FADING * (1 - math.exp(-max(now - self._begun, _YOUNG) / FADING))
         part = max(self._share * total / len(self._accounts), rate * seen - (total - used))
         if used > max(part, cost):
-            # When it has faded to its part, if nobody else asks for anything.
+            # When it has faded to what the others leave over. (To its part it comes only as they ask for more.)
             wait = FADING * math.log(used / part) if part else FADING
             raise self._refuse("this user has had more than its part lately", "user_share", wait)
 

@@ -30,7 +30,9 @@ _SHORTEST, _LONGEST = 1.0, 30.0  # of Retry-After, in seconds
 #: Part of the promised time that a queue may stand before all get less.
 _STANDING = 0.25
 _MOMENT = 0.05  # seconds
-_SHARED = 0.8  # part of what the engine can do that is given out without asking who has had how much
+#: Of what the engine can do, so much is given out without asking who has had how much. The rest is for those who have
+#: not had their part, while there are any: they find room when they come.
+_SHARED = 0.8
 _MIX = 0.05  # weight of the newest prompt in what is usual
 _E = TypeVar("_E", bound=TryLater)
 

@@ -24,6 +24,7 @@ from .body import SCHEMA_REF, json_body
 from .border import Border
 from .completions import CompletionRequest
 from .conversations import ConversationRequest, ItemsRequest, MetadataRequest, SimpleChatRequest
+from .entrance import Entrance
 from .errors import error_response, from_exception
 from .metrics import Metrics
 from .responses import ResponseRequest
@@ -66,6 +67,7 @@ def create_app(backend: Backend, settings: Settings, state_url: str | None = Non
     schemas = _add_routes(app)
     app.openapi = lambda: _openapi(app, schemas)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(Entrance)
     if settings.needs_key:
         app.add_middleware(Auth, routes=app.router.routes, known=callers(settings))
     app.add_middleware(Border)  # added last: outermost

@@ -1,4 +1,7 @@
-"""How a request for an answer comes in: past the walls that need only its head, and what is known by its bytes."""
+"""How a request for an answer comes in: past the walls that need only its head, and what is known by its bytes.
+
+This is done before the router is asked: at the peak most are refused, and the way through it costs more than a refusal.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..admission.ask import Ask
 from ..admission.brownout import Level
@@ -27,6 +31,9 @@ from .sharing import digest_of, is_small
 from .source import Source
 
 _NONE: Mapping[str, str] = MappingProxyType({})
+_ARRIVED = "forebay.arrived"
+#: Where answers are asked for. True: a request may be known by its bytes.
+DOORS = {"/v1/chat/completions": True, "/v1/completions": True, "/v1/responses": False, "/chat": False}
 #: What in a body says whose it is, or that it goes on with something: then it is read before it can be judged. (A text
 #: that holds the like is read too; to be judged by its head in spite of it takes odd spelling, and harms who does it.)
 _MORE_TO_SAY = re.compile(rb'"user(_id)?"\s*:|"assistant"|"session_id"')
@@ -44,7 +51,27 @@ class Arrived:
     known: Reply | None = None
 
 
-async def let_in(request: Request, *, look_up: bool = False) -> Arrived:
+class Entrance:
+    """ASGI middleware, inside the keys'. Its errors leave as those of the routes do."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            look_up = DOORS.get(scope["path"])
+            if look_up is not None:
+                scope[_ARRIVED] = await _let_in(Request(scope, receive), look_up=look_up)
+        await self.app(scope, receive, send)
+
+
+def arrived_of(request: Request) -> Arrived:
+    """To be asked behind one of the DOORS."""
+    arrived: Arrived = request.scope[_ARRIVED]
+    return replace(arrived, request=request)
+
+
+async def _let_in(request: Request, *, look_up: bool) -> Arrived:
     """The request with its body. Raises RateLimited or Busy where it would be refused whatever it says, BodyTooLarge,
     and InvalidRequest where its headers are wrong.
 

@@ -9,7 +9,7 @@ import pytest
 TESTS = Path(__file__).parent.parent
 TABLE = tomllib.loads((TESTS / "checks.toml").read_text())
 #: How many faults each section of the list has.
-LINES = {"A": 9, "B": 5, "C": 5, "D": 10, "E": 10, "F": 4}
+LINES = {"A": 9, "B": 5, "C": 5, "D": 10, "E": 10, "F": 5}
 
 
 def names_in(file: Path) -> set[str]:

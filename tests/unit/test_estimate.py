@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.admission.estimate import Factor, Lengths, Meter, Outlook
+from forebay.admission.estimate import Density, Factor, Lengths, Meter, Outlook
 from forebay.contract import Load, Pace
 from forebay.engine.scheduler import Scheduler
 from forebay.engine.sequence import GenSpec
@@ -72,6 +72,29 @@ def test_an_answer_is_expected_to_keep_to_its_limit() -> None:
     for _ in range(8):
         lengths.add(40)
     assert [lengths.expected(most) for most in (0, 1, 39, 41)] == [1, 1, 39, 40]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 8).map(lambda power: 2**power)), max_size=60))
+def test_nine_of_ten_prompts_have_at_least_so_many_tokens_for_their_size(prompts: list[tuple[int, int]]) -> None:
+    density = Density()
+    for tokens, size in prompts:
+        density.add(tokens, size)
+        density.add(10**6, 0)  # a size that says nothing
+    least = density.least(2**20)
+    if len(prompts) < 8:
+        assert least == 1
+        return
+    assert least == 1 or sum(tokens * 2**20 // size < least for tokens, size in prompts) <= 0.1 * len(prompts)
+    assert least == 1 or any(tokens * 2**20 // size == least for tokens, size in prompts)
+    assert density.least(0) == 1
+
+
+def test_sizes_of_long_ago_are_forgotten() -> None:
+    density = Density()
+    for tokens in [10] * 100 + [40] * 256:
+        density.add(tokens, 100)
+    assert density.least(1000) == 400
 
 
 # ---- rates

@@ -374,6 +374,17 @@ def test_no_parts() -> None:
     assert over(users, "much") is None
 
 
+def test_who_has_had_no_more_than_it_asks_for_now_has_not_had_much() -> None:
+    """Its second request, where the others' are shorter."""
+    users = make(share=1.0)
+    for number in range(9):
+        use(users, str(number), 1.0)
+    use(users, "long", 100.0)
+    users.check_share(named("long"), 100.0, 0.0, 0.0)
+    with pytest.raises(RateLimited):
+        users.check_share(named("long"), 99.0, 0.0, 0.0)
+
+
 def test_those_who_are_forgotten_are_in_nobodys_way() -> None:
     """One who asks much and is not alone, until the others were away for ten minutes."""
     users = make(share=2.0)

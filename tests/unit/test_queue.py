@@ -807,6 +807,47 @@ def test_who_is_promised_a_time_waits_no_longer_than_it_may_to_be_in_time() -> N
     assert world.enter(slo=10.0, patience=1.0).until == world.now + 1.0
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 6),
+    st.lists(st.sampled_from([1, 50, 400]), max_size=8),
+    st.sampled_from(list(Rank)),
+    st.sampled_from([0.4, 1.0, 2.0, 4.0, inf]),
+    st.booleans(),
+    st.sampled_from(list(Level)),
+    st.integers(1, 3000),
+)
+def test_who_is_refused_unread_would_be_refused_anyway(
+    runs: int, waits: list[int], rank: Rank, slo: float, strict: bool, level: Level, prompt: int
+) -> None:
+    """Who has as many tokens as prompts of its size have at least, or more; and nothing is changed by looking."""
+    world = World(ahead=2)
+    for _ in range(runs):
+        world.run("runs")
+    for waiting in waits:
+        world.enter(prompt=waiting, slo=20.0)
+    for _ in range(20):
+        world.queue._density.add(10, 100)
+    world.at(level)
+    ask = Ask(world.now, ("", "x"), rank, most=100, slo=slo, strict=strict, size=500)
+    before = list(world.queue._line)
+    offered = world.queue.capacity(world.now).offered_per_second
+    try:
+        world.queue.check_wait(world.now, ask)
+        refused = False
+    except Busy:
+        refused = True
+    more = world.queue.capacity(world.now).offered_per_second > offered
+    assert more == refused  # who is refused will not be counted again
+    assert (world.queue._line, world.queue._users.open) == (before, runs + len(waits))
+    sheds = rank is Rank.BATCH and level >= Level.NO_BATCH
+    names = {"slo": slo, "strict": strict, "size": 500}
+    if refused:
+        world.refused("x", rank, prompt=max(50, prompt), **names)
+    elif not sheds:
+        world.enter("x", rank, prompt=50, **names)
+
+
 # ---- what is learned
 
 

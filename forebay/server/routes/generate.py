@@ -12,7 +12,7 @@ from ..auth import caller_of
 from ..completions import parse_completion
 from ..conversation import idempotency_key, own_key, session_key
 from ..conversations import parse_simple_chat, simple_call
-from ..entrance import let_in
+from ..entrance import arrived_of
 from ..formats import ChatFormat, CompletionFormat, Format, SimpleFormat
 from ..schemas import parse_chat
 from ..threads import new_session
@@ -21,7 +21,7 @@ from ..turn import answer, naming, sessions_of
 
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, as one JSON object or, with `stream: true`, token by token."""
-    arrived = await let_in(request, look_up=True)
+    arrived = arrived_of(request)
     if arrived.known is not None:
         return arrived.known
     card = request.app.state.backend.card
@@ -39,7 +39,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def create_completion(request: Request) -> Response:
     """Go on from one or more prompts, as one JSON object or, with `stream: true`, token by token."""
-    arrived = await let_in(request, look_up=True)
+    arrived = arrived_of(request)
     if arrived.known is not None:
         return arrived.known
     backend: Backend = request.app.state.backend
@@ -57,7 +57,7 @@ async def create_completion(request: Request) -> Response:
 
 async def simple_chat(request: Request) -> Response:
     """Say something, and get `{answer, session_id}`; with `stream: true` pieces, `{answer}` each."""
-    arrived = await let_in(request)
+    arrived = arrived_of(request)
     state, headers = request.app.state, request.headers
     asked = parse_simple_chat(arrived.body)
     user = asked.user_id or ""

@@ -16,7 +16,7 @@ from ...state.sessions import History, SessionKey
 from ..asks import ask_of
 from ..auth import caller_of
 from ..conversation import own_key
-from ..entrance import let_in, reply_of
+from ..entrance import arrived_of, reply_of
 from ..formats import Format
 from ..items import no_query, page, said_items
 from ..replay import replay
@@ -30,7 +30,7 @@ from .sessions import purge
 
 async def create_response(request: Request) -> Response:
     """Answer an input, as one object or, with `stream: true`, as events."""
-    arrived = await let_in(request)
+    arrived = arrived_of(request)
     state = request.app.state
     if "x-session-id" in request.headers:
         raise InvalidRequest("x-session-id: here it is conversation or previous_response_id", param="x-session-id")

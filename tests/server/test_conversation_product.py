@@ -80,7 +80,10 @@ async def test_the_next_turn_finds_all_that_was_read_and_written(demo_model: Mod
         assert turn.choices[0].finish_reason == "length"
         assert "rewrites earlier turns" not in served.log.read_text()
         # What is deleted leaves nothing: neither in the store nor on disk.
-        kept = list((tmp_path / "data").glob("cache/*/kv-*/*.kv"))
+        end = time.monotonic() + 10
+        while len(kept := list((tmp_path / "data").glob("cache/*/kv-*/*.kv"))) < known // 16:
+            assert time.monotonic() < end  # they are written behind
+            await asyncio.sleep(0.05)
         assert len(kept) == known // 16
         async with httpx.AsyncClient(base_url=served.url) as client:
             assert (await client.delete("/v1/sessions/s")).status_code == 200
